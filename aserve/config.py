@@ -1,0 +1,167 @@
+"""All settings, their defaults, units and help texts: one frozen tree, made once.
+
+Flags override the TOML file, the file overrides the defaults; unknown keys are errors. "auto" and
+None are resolved once, where the value becomes known, and logged with the reason. What the device
+decides (the number of pages, say) is not a setting; see ``runner.base.RunnerLimits``.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from aserve.errors import ConfigError
+
+
+def cache_folder() -> Path:
+    """Return the folder for downloads and packed weights: $ASERVE_CACHE, else $XDG_CACHE_HOME/aserve or ~/.cache/aserve."""
+    if folder := os.environ.get("ASERVE_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aserve"
+
+
+def option(default: Any, help: str) -> Any:
+    """Declare a setting with its default and the text that ``--help`` shows."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The model and how it is run."""
+
+    model: str | None = option(None, "local folder, .gguf file or hub id; none serves the embedded demo model")
+    revision: str | None = option(None, "branch, tag or commit of a hub id")
+    served_model_name: str | None = option(None, "name that clients use; default: the model's own")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "type of weights and activations")
+    quantization: Literal["auto", "none", "int8"] = option(
+        "auto", "how linear layers store weights; auto: int8 for the demo model on a CPU, else none"
+    )
+    attention_backend: str = option("auto", "a backend, or 'prefill,decode' for a hybrid; see `aserve check`")
+    max_model_len: int | None = option(None, "tokens, prompt and output; default: the model's, cut to what fits")
+    max_num_seqs: int | None = option(None, "sequences that run together; default: 32 on a CPU, 320 on a GPU")
+    max_num_batched_tokens: int | None = option(
+        None, "tokens that one step computes; default: 8192 on a GPU, on a CPU what takes less than 250 ms"
+    )
+    page_size: int = option(16, "tokens per KV page, 1 to 256")
+    kv_memory_gib: float | None = option(None, "GiB of KV pages; default: 1 on a CPU")
+    kv_memory_fraction: float = option(0.9, "share of the GPU's memory for weights, graphs and KV pages")
+    num_pages: int | None = option(None, "number of KV pages, instead of the two settings above")
+    prefix_cache: bool = option(True, "keep finished KV pages for prompts with the same beginning")
+    overlap: bool = option(True, "prepare the next step while the device executes one")
+    policy: Literal["fcfs", "priority"] = option("fcfs", "order in which waiting requests start")
+    max_queued_requests: int = option(1024, "requests that may wait; more are refused with 503")
+    num_threads: int | None = option(None, "compute threads on a CPU; default: cores of this machine or container")
+    step_timeout_s: float = option(60.0, "seconds after which a step counts as stuck and /ready turns 503")
+    trace_steps: int = option(256, "steps kept for the trace file that is written when the engine fails")
+    trace_file: str | None = option(None, "where that trace goes; default: a file in the cache folder")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The sockets and their limits."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 takes a free one")
+    api_key: str | None = option(None, "key that clients must send (Bearer), HTTP and WebSocket; also ASERVE_API_KEY")
+    allowed_origins: tuple[str, ...] = option((), "browser origins allowed besides the server's own; '*' allows all")
+    max_body_mib: float = option(16.0, "MiB of one request body")
+    max_frame_mib: float = option(16.0, "MiB of one WebSocket message")
+    keep_alive_s: float = option(15.0, "seconds of silence after which a stream gets a keep-alive comment; 0: never")
+    stall_timeout_s: float = option(30.0, "seconds a client may leave its stream unread before it is cut off")
+    drain_timeout_s: float = option(10.0, "seconds that running requests get after SIGTERM")
+    max_connection_age_s: float = option(3600.0, "seconds a WebSocket may live")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "log level")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything; sections as in the TOML file."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+SECTIONS: dict[str, type] = {"engine": EngineConfig, "server": ServerConfig}
+
+
+def load_config(path: str | Path | None = None, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
+    """Merge defaults, the TOML file at ``path`` and ``overrides`` (section -> key -> value).
+
+    Raises ConfigError for an unreadable file, an unknown section or key, or a value of the wrong type.
+    """
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for source in (_read_toml(path) if path else {}, overrides or {}):
+        for section, settings in source.items():
+            if section not in SECTIONS or not isinstance(settings, Mapping):
+                raise ConfigError(f"unknown section [{section}]; known: {', '.join(SECTIONS)}")
+            values[section].update(settings)
+    return Config(**{name: _build(cls, name, values[name]) for name, cls in SECTIONS.items()})
+
+
+def _read_toml(path: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the config file {path}: {error}") from error
+
+
+def _build(cls: type, section: str, values: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(cls)
+    if unknown := sorted(set(values) - set(hints)):
+        raise ConfigError(f"unknown setting {section}.{unknown[0]}; known: {', '.join(hints)}")
+    checked = {key: _check(f"{section}.{key}", value, hints[key]) for key, value in values.items()}
+    config = cls(**checked)
+    _check_ranges(section, config)
+    return config
+
+
+def _check(name: str, value: Any, hint: Any) -> Any:
+    """Return ``value`` as ``hint`` wants it, or raise ConfigError."""
+    if get_origin(hint) in (Union, UnionType):
+        if value is None:
+            return None
+        hint = next(arg for arg in get_args(hint) if arg is not type(None))
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, get_args(hint)))}, got {value!r}")
+        return value
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{name} must be a list of strings, got {value!r}")
+        return tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{name} must be of type {hint.__name__}, got {value!r}")
+    return value
+
+
+POSITIVE = {
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_memory_gib", "num_pages", "max_queued_requests",
+    "num_threads", "step_timeout_s", "max_body_mib", "max_frame_mib", "stall_timeout_s", "max_connection_age_s",
+}  # fmt: skip
+
+
+def _check_ranges(section: str, config: Any) -> None:
+    for setting in fields(config):
+        value = getattr(config, setting.name)
+        if setting.name in POSITIVE and value is not None and not value > 0:
+            raise ConfigError(f"{section}.{setting.name} must be positive, got {value!r}")
+    if isinstance(config, EngineConfig):
+        if not 1 <= config.page_size <= 256:
+            raise ConfigError(f"engine.page_size must be between 1 and 256, got {config.page_size}")
+        if not 0 < config.kv_memory_fraction <= 1:
+            raise ConfigError(f"engine.kv_memory_fraction must be in (0, 1], got {config.kv_memory_fraction}")
+    if isinstance(config, ServerConfig) and not 0 <= config.port <= 65535:
+        raise ConfigError(f"server.port must be between 0 and 65535, got {config.port}")
+
+
+def setting_fields(section: str) -> list[tuple[Field[Any], Any]]:
+    """Return ``(field, type)`` of each setting of a section, in order; the command line is built from it."""
+    cls = SECTIONS[section]
+    hints = get_type_hints(cls)
+    return [(setting, hints[setting.name]) for setting in fields(cls) if setting.default is not MISSING]

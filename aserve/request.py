@@ -1,0 +1,153 @@
+"""What a client asks for and what it gets back, as plain immutable data.
+
+Owns no behaviour beyond checking its own fields; knows nothing of sockets, tensors or the scheduler.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from aserve.errors import ClientError
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    Defaults sample from the model's own distribution. ``temperature`` 0 is greedy. ``top_k`` 0 or -1 and ``min_p`` 0
+    are off. ``logprobs`` is the number of alternatives reported beside the chosen token, None for no
+    report at all; the same holds for ``prompt_logprobs``. ``max_tokens`` None means the rest of the
+    context. ``seed`` None takes fresh entropy.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_range("temperature", self.temperature, 0.0, 100.0)
+        self._check_range("top_p", self.top_p, 0.0, 1.0)
+        self._check_range("min_p", self.min_p, 0.0, 1.0)
+        self._check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self._check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self._check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        self._check_range("top_k", self.top_k, -1, math.inf)
+        self._check_range("min_tokens", self.min_tokens, 0, math.inf)
+        if self.max_tokens is not None:
+            self._check_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                self._check_range(name, value, 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            self._check_range("seed", self.seed, -(2**63), 2**64 - 1)
+        self._check_logit_bias()
+        self._check_stop()
+
+    @staticmethod
+    def _check_range(name: str, value: float, low: float, high: float) -> None:
+        if not low <= value <= high:  # also refuses NaN
+            raise ClientError(f"{name} must be between {low:g} and {high:g}, got {value!r}", param=name)
+
+    def _check_logit_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise ClientError(f"logit_bias has more than {MAX_LOGIT_BIAS} entries", param="logit_bias")
+        for bias in self.logit_bias.values():
+            self._check_range("logit_bias", bias, -100.0, 100.0)
+
+    def _check_stop(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ClientError(f"stop has more than {MAX_STOP_STRINGS} entries", param="stop")
+        if any(not text or len(text) > MAX_STOP_CHARS for text in self.stop):
+            raise ClientError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters", param="stop")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ClientError if a token id named here is outside ``[0, vocab_size)``."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            if any(not 0 <= token_id < vocab_size for token_id in ids):
+                raise ClientError(f"{name} names a token id outside [0, {vocab_size})", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt, already encoded, and how to continue it. Lower ``priority`` runs first."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    arrival_time_s: float = 0.0  # time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities (natural log) at one position: the chosen token and the most likely ones.
+
+    ``top`` holds ``(token_id, logprob)`` pairs, most likely first; its length is what was asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What is new since the previous output of the same request.
+
+    ``text`` and ``token_ids`` are deltas; counts are totals so far. ``token_ids`` and ``logprobs`` may
+    run ahead of ``text`` while a character or a possible stop string is held back. The last
+    output carries ``finish_reason``. ``stop_reason`` is the stop string or token id that matched.
+    """
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # first output only; position 0 is None
+
+    def merge(self, later: "RequestOutput") -> None:
+        """Append ``later``, so that a slow consumer finds one output where there were two."""
+        self.text += later.text
+        self.token_ids.extend(later.token_ids)
+        if later.logprobs:
+            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.num_output_tokens = later.num_output_tokens
+        self.num_cached_tokens = later.num_cached_tokens
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason

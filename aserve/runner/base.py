@@ -1,0 +1,48 @@
+"""The border between the step loop and a device: one class per kind of device implements it."""
+
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from aserve.scheduler.plan import StepPlan, StepTokens
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    """What the loaded model on this device allows; measured or resolved, never configured directly."""
+
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and output together
+    max_num_seqs: int  # rows of the page table, the dummy row not counted
+    max_num_batched_tokens: int  # token budget of a step
+    num_pages: int  # pages that may be handed out; the dummy page is not among them
+    page_size: int  # tokens per page
+    context_cost: float = 0.0  # cost of attending to one earlier token, in units of one token's linear layers
+
+
+class ModelRunner(ABC):
+    """Executes steps in the order of their launch and owns everything on the device.
+
+    Row ``max_num_seqs`` of the page table is the dummy row; its pages (numbers from ``num_pages`` on) belong to nobody.
+    """
+
+    @property
+    @abstractmethod
+    def limits(self) -> RunnerLimits:
+        """Sizes that the scheduler plans with."""
+
+    @abstractmethod
+    def launch(self, plan: StepPlan) -> "Future[StepTokens]":
+        """Enqueue ``plan`` and return at once; never waits for the device.
+
+        The future completes from another thread, in the order of the launches. It fails
+        only if the step as a whole failed, after which the runner is unusable.
+        """
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Run real steps of the usual shapes on the dummy row, so that nothing compiles once ready."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for launched steps and release the device. Idempotent."""
