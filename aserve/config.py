@@ -2,7 +2,7 @@
 
 Flags override the TOML file, the file overrides the defaults; unknown keys are errors. "auto" and
 None are resolved once, where the value becomes known, and logged with the reason. What the device
-decides (the number of pages, say) is not a setting; see ``runner.base.RunnerLimits``.
+decides (the number of pages, say) is not a setting; see ``scheduler.limits.Limits``.
 """
 
 import os
@@ -17,7 +17,7 @@ from aserve.errors import ConfigError
 
 
 def cache_folder() -> Path:
-    """Return the folder for downloads and packed weights: $ASERVE_CACHE, else $XDG_CACHE_HOME/aserve or ~/.cache/aserve."""
+    """Return the folder for downloads and packed weights: $ASERVE_CACHE, else the user's cache folder."""
     if folder := os.environ.get("ASERVE_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aserve"

@@ -2,22 +2,9 @@
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from dataclasses import dataclass
 
+from aserve.scheduler.limits import Limits
 from aserve.scheduler.plan import StepPlan, StepTokens
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerLimits:
-    """What the loaded model on this device allows; measured or resolved, never configured directly."""
-
-    vocab_size: int
-    max_model_len: int  # tokens, prompt and output together
-    max_num_seqs: int  # rows of the page table, the dummy row not counted
-    max_num_batched_tokens: int  # token budget of a step
-    num_pages: int  # pages that may be handed out; the dummy page is not among them
-    page_size: int  # tokens per page
-    context_cost: float = 0.0  # cost of attending to one earlier token, in units of one token's linear layers
 
 
 class ModelRunner(ABC):
@@ -28,7 +15,7 @@ class ModelRunner(ABC):
 
     @property
     @abstractmethod
-    def limits(self) -> RunnerLimits:
+    def limits(self) -> Limits:
         """Sizes that the scheduler plans with."""
 
     @abstractmethod

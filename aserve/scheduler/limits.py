@@ -1,0 +1,16 @@
+"""What the loaded model on its device allows; the scheduler plans with it, the runner measures it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Measured or resolved at start, never configured directly."""
+
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and output together
+    max_num_seqs: int  # rows of the page table, the dummy row not counted
+    max_num_batched_tokens: int  # token budget of a step
+    num_pages: int  # pages that may be handed out; the dummy page is not among them
+    page_size: int  # tokens per page
+    context_cost: float = 0.0  # cost of attending to one earlier token, in units of one token's linear layers
