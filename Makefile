@@ -1,0 +1,65 @@
+# Everything a developer or a newcomer runs. The virtual environment is made on first use.
+#   make serve      set up and serve the demo model on http://127.0.0.1:8000
+#   make test       set up, lint, type-check, run the tests that CI runs
+#   make check      lint and type-check only          make fix       format and repair lint
+#   make test-full  the long grids as well            make test-gpu  the checks that need a CUDA device
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAINTS := .ci/constraints.txt
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+ARGS ?=
+
+.PHONY: serve test check fix test-full test-gpu wheel clean
+
+serve: $(VENV)/.installed
+	$(BIN)/aserve serve $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest -m "not full and not gpu" $(ARGS)
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fix: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-full: check
+	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 $(ARGS)
+
+test-gpu: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m gpu --timeout 600 $(ARGS)
+
+wheel: $(VENV)/.installed
+	$(PIP) wheel --no-deps -w dist .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "aserve needs Python 3.11 or newer; set PYTHON=/path/to/it" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Without an NVIDIA driver the CPU build of torch saves gigabytes. If its index cannot be reached
+# within a few seconds, pip's own settings decide where torch comes from.
+$(VENV)/.torch: | $(VENV)/bin/python
+	@if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then index=""; \
+	elif $(BIN)/python -c 'import urllib.request as u; u.urlopen("$(TORCH_CPU_INDEX)/torch/", timeout=4)' 2>/dev/null; \
+	then index="--index-url $(TORCH_CPU_INDEX)"; else index=""; fi; \
+	echo "installing torch $${index:-(from the configured package index)}"; \
+	$(PIP) install -q -c $(CONSTRAINTS) $$index torch
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(VENV)/.torch
+	$(PIP) install -q -c $(CONSTRAINTS) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) $(VENV)/.torch
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@ $(VENV)/.installed
