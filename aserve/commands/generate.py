@@ -5,7 +5,8 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
 
 import orjson
 
@@ -34,21 +35,18 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
         outputs = llm.generate(prompts, params)
         for item, output in zip(items, outputs, strict=True):
             target.write(orjson.dumps(_line(item, output), option=orjson.OPT_APPEND_NEWLINE))
+        target.flush()
     return int(any(output.error for output in outputs))
 
 
-@contextlib.contextmanager
-def _open(name: str, mode: str, standard: BinaryIO) -> Iterator[BinaryIO]:
+def _open(name: str, mode: Literal["rb", "wb"], standard: BinaryIO) -> contextlib.AbstractContextManager[BinaryIO]:
+    """Open a file, or borrow a standard stream for '-'."""
     if name == "-":
-        yield standard
-        standard.flush() if "w" in mode else None
-        return
+        return contextlib.nullcontext(standard)
     try:
-        file = open(name, mode)
+        return cast(BinaryIO, Path(name).open(mode))
     except OSError as error:
         raise ClientError(f"cannot open {name}: {error.strerror}") from error
-    with file:
-        yield file  # type: ignore[misc]
 
 
 def _read_items(source: BinaryIO) -> Iterator[dict[str, Any]]:
