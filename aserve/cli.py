@@ -23,10 +23,10 @@ CONFIG_VARIABLE = "ASERVE_CONFIG"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0 done, 1 failed, 2 wrong usage or setting."""
     arguments = build_parser().parse_args(argv)
-    command = import_module(f"aserve.{arguments.module}")
     try:
         config = read_config(arguments)
         configure_logging(config.server.log_level)
+        command = import_module(f"aserve.{arguments.module}")
         return int(command.run(arguments, config))
     except AserveError as error:
         print(f"aserve: {error}", file=sys.stderr)

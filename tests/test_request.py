@@ -1,0 +1,48 @@
+"""Sampling parameters are checked where they are made."""
+
+import math
+from typing import Any
+
+import pytest
+
+from aserve.errors import ClientError
+from aserve.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("top_p", 1.0001), ("top_p", -0.1),
+        ("min_p", -1), ("min_p", 1.1), ("presence_penalty", 2.1), ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0.0),
+        ("top_k", -2), ("min_tokens", -1), ("max_tokens", -1), ("max_tokens", 2**31), ("logprobs", 21),
+        ("prompt_logprobs", 10**6), ("seed", 2**64), ("logit_bias", {1: math.nan}), ("logit_bias", {1: 100.5}),
+        ("logit_bias", dict.fromkeys(range(301), 0.0)), ("stop", ("",)), ("stop", ("a",) * 17), ("stop", ("a" * 1025,)),
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ClientError) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_p", 0.0), ("top_k", 10**9), ("top_k", -1), ("seed", -1), ("seed", 2**64 - 1), ("max_tokens", 0)],
+)
+def test_edges_are_accepted(name: str, value: Any) -> None:
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("params", [SamplingParams(logit_bias={49152: 1.0}), SamplingParams(stop_token_ids=(-1,))])
+def test_token_ids_outside_the_vocabulary_are_refused(params: SamplingParams) -> None:
+    with pytest.raises(ClientError, match=r"\[0, 49152\)"):
+        params.check_vocabulary(49152)
+
+
+def test_merged_outputs_read_like_one() -> None:
+    first = RequestOutput("r", "a", [1], 3, 1, 0, logprobs=[TokenLogprobs(1, -0.5)])
+    first.merge(RequestOutput("r", "bc", [2, 3], 3, 3, 0, FinishReason.STOP, 3, [TokenLogprobs(2, -1.0)]))
+    assert (first.text, first.token_ids, first.num_output_tokens) == ("abc", [1, 2, 3], 3)
+    assert (first.finish_reason, first.stop_reason) == (FinishReason.STOP, 3)
+    assert [entry.token_id for entry in first.logprobs or ()] == [1, 2]
