@@ -1,0 +1,223 @@
+"""``response.create`` as it arrives, checked and turned into a ``ResponseRequest``; no I/O, no engine.
+
+Three lists: what has an effect, what is accepted without one, and what is refused by name. ``null`` means absent.
+Fields that are in no list are ignored, as the protocol asks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aserve.errors import ClientError
+from aserve.request import SamplingParams
+
+Message = dict[str, str]  # role and content, as a chat template takes them
+
+MAX_INPUT_ITEMS = 4096
+MAX_METADATA = 16
+LOGPROBS_INCLUDE = "message.output_text.logprobs"
+
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+# Describe features that add nothing to a text model's answer, or hints that a single server has no use for.
+ACCEPTED_WITHOUT_EFFECT = frozenset({
+    "access_programs", "background_options", "client_metadata", "image", "max_tool_calls", "parallel_tool_calls",
+    "prompt_cache_key", "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store", "stream",
+    "stream_options", "user",
+})  # fmt: skip
+
+# Would change the answer, so they are never ignored.
+REFUSED = ("context_management", "conversation", "moderation", "prompt")
+
+INCLUDABLE = frozenset({
+    LOGPROBS_INCLUDE, "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "file_search_call.results", "message.input_image.image_url", "reasoning.encrypted_content",
+    "web_search_call.action.sources", "web_search_call.results",
+})  # fmt: skip
+
+SAMPLING_FIELDS: dict[str, tuple[str, type]] = {  # field -> (name in SamplingParams, type)
+    "temperature": ("temperature", float),
+    "top_p": ("top_p", float),
+    "top_k": ("top_k", int),
+    "min_p": ("min_p", float),
+    "seed": ("seed", int),
+    "repetition_penalty": ("repetition_penalty", float),
+    "presence_penalty": ("presence_penalty", float),
+    "frequency_penalty": ("frequency_penalty", float),
+    "max_output_tokens": ("max_tokens", int),
+    "min_tokens": ("min_tokens", int),
+    "ignore_eos": ("ignore_eos", bool),
+}
+PARAM_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseRequest:
+    """One checked ``response.create``. ``messages`` are its new input items, without the instructions."""
+
+    messages: list[Message]
+    params: SamplingParams
+    instructions: str | None
+    previous_response_id: str | None
+    model: str | None
+    metadata: dict[str, str]
+    generate: bool
+    tool_choice: str
+    user: str | None
+
+
+def parse_create(payload: Mapping[str, Any]) -> ResponseRequest:
+    """Check the fields of one ``response.create``; raise ClientError that names the first one at fault."""
+    fields = {name: value for name, value in payload.items() if value is not None}
+    _refuse_unsupported(fields)
+    generate = _read_generate(fields)
+    request = ResponseRequest(
+        messages=_read_input(fields.get("input")),
+        params=_read_sampling(fields, generate=generate),
+        instructions=_read(fields, "instructions", str),
+        previous_response_id=_read(fields, "previous_response_id", str),
+        model=_read(fields, "model", str),
+        metadata=_read_metadata(fields),
+        generate=generate,
+        tool_choice=_read(fields, "tool_choice", str) or "auto",
+        user=_read(fields, "user", str),
+    )
+    if not request.messages and request.previous_response_id is None and request.instructions is None:
+        raise ClientError("input is required", param="input", code="missing_required_parameter")
+    return request
+
+
+def _read(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Return the field as ``kind``, None if absent. Integers pass as floats, booleans never as numbers."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise _type_error(name, kind.__name__, value)
+    return value
+
+
+def _type_error(name: str, expected: str, value: object) -> ClientError:
+    message = f"{name} must be of type {expected}, got {type(value).__name__}"
+    return ClientError(message, param=name, code="invalid_type")
+
+
+def _unsupported(name: str, what: str) -> ClientError:
+    return ClientError(f"{what} is not supported by this server", param=name, code="unsupported_parameter")
+
+
+def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    for name in REFUSED:
+        if name in fields:
+            raise _unsupported(name, name)
+    if fields.get("background") not in (None, False):
+        raise _unsupported("background", "background on a WebSocket")
+    if fields.get("truncation", "disabled") != "disabled":
+        raise _unsupported("truncation", "truncation other than 'disabled'")
+    tool_choice = fields.get("tool_choice", "auto")
+    if tool_choice not in ("auto", "none"):
+        raise _unsupported("tool_choice", "tool_choice other than 'auto' or 'none'")
+    if fields.get("tools") and tool_choice != "none":
+        raise _unsupported("tools", "tools")
+    text = _read(fields, "text", dict) or {}
+    text_format = text.get("format") or {}
+    if not isinstance(text_format, dict) or text_format.get("type", "text") != "text":
+        raise _unsupported("text.format", "text.format other than {'type': 'text'}")
+    include = _read(fields, "include", list) or []
+    for entry in include:
+        if not isinstance(entry, str) or entry not in INCLUDABLE:
+            raise ClientError(f"include does not know {entry!r}", param="include")
+
+
+def _read_generate(fields: Mapping[str, Any]) -> bool:
+    cache_options = _read(fields, "prompt_cache_options", dict) or {}
+    return _read(fields, "generate", bool) is not False and cache_options.get("prewarm") is not True
+
+
+def _read_sampling(fields: Mapping[str, Any], *, generate: bool) -> SamplingParams:
+    values = {
+        target: value
+        for name, (target, kind) in SAMPLING_FIELDS.items()
+        if (value := _read(fields, name, kind)) is not None
+    }
+    if values.get("max_tokens", 1) < 1:
+        raise ClientError("max_output_tokens must be at least 1", param="max_output_tokens")
+    if not generate:
+        values["max_tokens"] = 0
+        values.pop("min_tokens", None)
+    top_logprobs = _read(fields, "top_logprobs", int)
+    if LOGPROBS_INCLUDE in (fields.get("include") or ()):
+        values["logprobs"] = top_logprobs or 0
+    try:
+        return SamplingParams(stop=_read_stop(fields.get("stop")), **values)
+    except ClientError as error:
+        name = PARAM_NAMES.get(error.param or "", error.param)
+        raise ClientError(error.message.replace(error.param or "", name or "", 1), param=name) from error
+
+
+def _read_stop(stop: object) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    if isinstance(stop, str):
+        return (stop,)
+    if isinstance(stop, list) and all(isinstance(text, str) for text in stop):
+        return tuple(stop)
+    raise _type_error("stop", "string or list of strings", stop)
+
+
+def _read_metadata(fields: Mapping[str, Any]) -> dict[str, str]:
+    metadata = _read(fields, "metadata", dict) or {}
+    if len(metadata) > MAX_METADATA or not all(isinstance(value, str) for value in metadata.values()):
+        raise ClientError(f"metadata must hold at most {MAX_METADATA} strings", param="metadata")
+    if any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
+        raise ClientError("a metadata key has at most 64 characters, a value 512", param="metadata")
+    return dict(metadata)
+
+
+def _read_input(value: object) -> list[Message]:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise _type_error("input", "string or list of items", value)
+    if len(value) > MAX_INPUT_ITEMS:
+        raise ClientError(f"input has more than {MAX_INPUT_ITEMS} items", param="input")
+    return [_read_item(f"input[{index}]", item) for index, item in enumerate(value)]
+
+
+def _read_item(name: str, item: object) -> Message:
+    if not isinstance(item, dict):
+        raise _type_error(name, "object", item)
+    kind = item.get("type") or "message"
+    if kind != "message":
+        raise _unsupported(f"{name}.type", f"an input item of type {str(kind)[:64]!r}")
+    role = item.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise ClientError(f"{name}.role must be one of {', '.join(ROLES)}, got {role!r}", param=f"{name}.role")
+    return {"role": ROLES[role], "content": _read_content(f"{name}.content", item.get("content"))}
+
+
+def _read_content(name: str, content: object) -> str:
+    """Join text parts with nothing between; null or missing is empty."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _type_error(name, "string or list of parts", content)
+    return "".join(_read_part(f"{name}[{index}]", part) for index, part in enumerate(content))
+
+
+def _read_part(name: str, part: object) -> str:
+    if not isinstance(part, dict):
+        raise _type_error(name, "object", part)
+    if part.get("type") not in TEXT_PARTS:
+        raise _unsupported(f"{name}.type", f"a content part of type {part.get('type')!r}")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise _type_error(f"{name}.text", "string", text)
+    return text

@@ -1,0 +1,140 @@
+"""uvicorn's WebSocket protocol with a direct way for text frames: one ``transport.write`` per frame.
+
+The application finds the connection itself, as a ``FrameTransport``, in
+``scope["extensions"]["aserve.transport"]``. Frames written there and the protocol's own (handshake, ping, pong, close)
+never interleave, because both sides write whole frames synchronously.
+"""
+
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import Any, cast
+
+from uvicorn.config import Config
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
+from websockets.frames import Frame
+from websockets.http11 import Request
+
+EXTENSION = "aserve.transport"
+
+FINAL_TEXT = 0x81  # FIN and opcode 1; a server's frames are not masked (RFC 6455, 5.2)
+
+
+def text_frame_header(payload_len: int) -> bytes:
+    """Return the header of an unfragmented text frame from a server."""
+    if payload_len < 126:
+        return bytes((FINAL_TEXT, payload_len))
+    if payload_len < 65536:
+        return struct.pack("!BBH", FINAL_TEXT, 126, payload_len)
+    return struct.pack("!BBQ", FINAL_TEXT, 127, payload_len)
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """One WebSocket connection; implements ``FrameTransport``."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._writable_callback: Callable[[], None] | None = None
+        self._close_callbacks: list[Callable[[], None]] = []
+        self._is_closed = False
+        self._abort_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_writable(self) -> bool:
+        """True while the peer keeps up and the connection is open."""
+        return self.writable.is_set() and not self.is_closed
+
+    @property
+    def is_closed(self) -> bool:
+        """True before the handshake, once a close frame went either way, and when the peer is gone."""
+        return self._is_closed or self.close_sent or not self.handshake_complete or self.transport.is_closing()
+
+    def write_frame(self, payload: bytes) -> None:
+        """Send ``payload`` (UTF-8) as one text frame; dropped once the connection is closed."""
+        if not self.is_closed:
+            self.transport.write(text_frame_header(len(payload)) + payload)
+
+    def on_writable(self, callback: Callable[[], None] | None) -> None:
+        """Call ``callback`` each time the peer has caught up; replaces the previous one."""
+        self._writable_callback = callback
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once when the connection closes, or at once if it has."""
+        if self._is_closed:
+            callback()
+        else:
+            self._close_callbacks.append(callback)
+
+    def abort(self) -> None:
+        """Cut the connection without sending what is buffered."""
+        self.transport.abort()
+        self._mark_closed()
+
+    def resume_writing(self) -> None:
+        """Learn from the transport that its buffer has drained."""
+        super().resume_writing()
+        if self._writable_callback is not None and not self.is_closed:
+            self._writable_callback()
+
+    def handle_connect(self, event: Request) -> None:
+        """Put this connection into the scope before the application's task first runs."""
+        super().handle_connect(event)
+        if hasattr(self, "scope"):  # not after a refused handshake
+            extensions = cast(dict[str, Any], self.scope["extensions"])
+            extensions[EXTENSION] = self
+
+    def handle_ping(self) -> None:
+        """Answer, unless the peer does not read: its pings must not fill the write buffer."""
+        pongs = self.conn.data_to_send()
+        if self.writable.is_set():
+            self.transport.write(b"".join(pongs))
+
+    def handle_close(self, event: Frame) -> None:
+        """Answer the peer's close frame; what it does not read within the close timeout is dropped."""
+        super().handle_close(event)
+        self._finish_closing()
+
+    def handle_parser_exception(self) -> None:
+        """Close with the code that fits the peer's violation (1002, 1007 or 1009)."""
+        super().handle_parser_exception()
+        self._finish_closing()
+
+    def keepalive_timeout(self) -> None:
+        """Close a connection whose peer did not answer a ping."""
+        super().keepalive_timeout()
+        self._finish_closing()
+
+    def shutdown(self) -> None:
+        """Close with 1012 when the server stops."""
+        super().shutdown()
+        self._finish_closing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell everybody that the peer is gone."""
+        super().connection_lost(exc)
+        if self._abort_timer is not None:
+            self._abort_timer.cancel()
+            self._abort_timer = None
+        self._mark_closed()
+
+    def _finish_closing(self) -> None:
+        # transport.close() first flushes, which a peer that does not read can put off for ever.
+        if not self._is_closed and self._abort_timer is None:
+            self._abort_timer = self.loop.call_later(self.close_timeout, self.transport.abort)
+        self._mark_closed()
+
+    def _mark_closed(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._writable_callback = None
+        callbacks, self._close_callbacks = self._close_callbacks, []
+        for callback in callbacks:
+            callback()
