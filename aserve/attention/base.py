@@ -42,6 +42,7 @@ class AttentionBatch:
     slot_mapping: Tensor  # [T] int64: where this step's keys and values are written
     positions: Tensor  # [T] int64
     page_size: int
+    cu_key_lens: Tensor | None = None  # [S + 1] int32; the very tensor cu_query_lens if nothing was computed before
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +53,32 @@ class LayerKV:
     value: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """What a model on a device will ask of a backend; known at start, so that a misfit is refused there."""
+
+    device_type: str  # "cpu" or "cuda"
+    dtype: torch.dtype  # of queries, keys and values
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    sliding_window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+
 class AttentionBackend(ABC):
     """Stateless between steps except for its own workspaces; keeps no reference to a batch after the step."""
 
     name: str
     lse_base: LseBase
+    offset_bits: int = 64  # width of element offsets into one layer's pages; checked against the pool's size
+
+    @classmethod
+    def refuse(cls, problem: AttentionProblem) -> str | None:
+        """Say why this backend cannot serve ``problem``, or None if it can."""
+        return None
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> Any:
