@@ -1,0 +1,83 @@
+"""From an exception to what a client sees, in one place for HTTP, SSE and WebSocket.
+
+The shape is OpenAI's: ``{"error": {"message", "type", "param", "code"}}``.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from aserve.errors import AserveError, CapacityError, ClientError, EngineDeadError
+
+logger = logging.getLogger(__name__)
+
+
+class UnauthorizedError(ClientError):
+    """No API key, or a wrong one."""
+
+    status = 401
+
+
+class ForbiddenError(ClientError):
+    """A browser page of another origin."""
+
+    status = 403
+
+
+class MethodNotAllowedError(ClientError):
+    """The path exists, but not with this method."""
+
+    status = 405
+
+
+class BodyTooLargeError(ClientError):
+    """The body has more bytes than the server takes."""
+
+    status = 413
+
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """What a client learns about an error."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: int | None = None
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the response headers that belong to it."""
+        return [] if self.retry_after_s is None else [(b"retry-after", b"%d" % self.retry_after_s)]
+
+
+def report_error(error: BaseException) -> ErrorReport:
+    """Return what a client may know of ``error``; anything unexpected is logged here and stays in the log."""
+    if isinstance(error, ClientError):
+        kind = TYPES.get(error.status, "invalid_request_error")
+        return ErrorReport(error.status, error.message, kind, error.param, error.code)
+    if isinstance(error, CapacityError):
+        code = "rate_limit_exceeded" if error.status == 429 else "overloaded"
+        return ErrorReport(
+            error.status, error.message, TYPES[error.status], code=code, retry_after_s=error.retry_after_s
+        )
+    if isinstance(error, EngineDeadError):
+        return ErrorReport(500, str(error), TYPES[500], code="engine_error")
+    if isinstance(error, AserveError):
+        return ErrorReport(500, str(error), TYPES[500])
+    logger.error("unexpected error while answering a request", exc_info=error)
+    return ErrorReport(500, "internal server error", TYPES[500], code="internal_error")

@@ -1,0 +1,168 @@
+"""From commit to the socket in one call: sinks that turn outputs into frames without a task or a queue.
+
+A connection whose peer reads too slowly costs bounded memory: what is new for a request is merged into one output
+until the peer catches up, and a peer that stalls is cut off.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from aserve.errors import AserveError, EngineDeadError
+from aserve.request import FinishReason, RequestOutput
+from aserve.server.transport import FrameTransport
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_BYTES = 1 << 20
+
+
+class FrameBuilder(Protocol):
+    """Turns the outputs of one request into frames; holds the constant bytes of its stream."""
+
+    def frames(self, output: RequestOutput) -> Sequence[bytes]:
+        """Return the frames that show ``output``; none if there is nothing to show yet."""
+
+    def failure_frames(self, error: AserveError) -> Sequence[bytes]:
+        """Return the frames that end the stream after ``error``."""
+
+
+class Outlet:
+    """The way out for one response: a transport, the sinks that wait for it, and its silence in beats.
+
+    Nothing is written before ``open``, so that sinks may be filled while the response head is still on its way.
+    """
+
+    def __init__(self, transport: FrameTransport, keep_alive: bytes | None = None) -> None:
+        self._transport = transport
+        self._keep_alive = keep_alive
+        self._is_open = False
+        self._waiting: list[StreamSink] = []
+        self._silent_beats = 0
+        self._stalled_beats = 0
+
+    @property
+    def is_writable(self) -> bool:
+        """True while frames may be written at once."""
+        return self._is_open and self._transport.is_writable
+
+    def open(self) -> None:
+        """Write what has come in so far, and from now on at once."""
+        self._is_open = True
+        self._transport.on_writable(self._flush)
+        self._flush()
+
+    def close(self) -> None:
+        """Write nothing more."""
+        self._is_open = False
+        self._waiting.clear()
+        self._transport.on_writable(None)
+
+    def write(self, frame: bytes) -> None:
+        """Send ``frame`` now, writable or not."""
+        self._silent_beats = 0
+        self._transport.write_frame(frame)
+
+    def wait(self, sink: "StreamSink") -> None:
+        """Flush ``sink`` when the peer has caught up."""
+        self._waiting.append(sink)
+
+    def cut_off(self, reason: str) -> None:
+        """Cut the connection of a peer that does not read."""
+        logger.warning("cutting off a client: %s", reason)
+        self._transport.abort()
+
+    def beat(self, keep_alive_beats: int, stall_beats: int) -> None:
+        """Send a keep-alive frame after silence; cut off a peer that has stalled."""
+        if not self._is_open:
+            return
+        if not self._transport.is_writable:
+            self._stalled_beats += 1
+            if self._stalled_beats >= stall_beats and not self._transport.is_closed:
+                self.cut_off("it has stopped reading its stream")
+            return
+        self._stalled_beats = 0
+        self._silent_beats += 1
+        if self._keep_alive is not None and 0 < keep_alive_beats <= self._silent_beats:
+            self.write(self._keep_alive)
+
+    def _flush(self) -> None:
+        self._stalled_beats = 0
+        waiting, self._waiting = self._waiting, []
+        for position, sink in enumerate(waiting):
+            if not self.is_writable:
+                self._waiting = waiting[position:] + self._waiting
+                return
+            sink.flush()
+
+
+class StreamSink:
+    """The engine's sink of one streamed request. ``on_end`` is called once, after the last frame was written."""
+
+    __slots__ = ("_builder", "_error", "_is_ended", "_on_end", "_outlet", "_pending", "_pending_bytes")
+
+    def __init__(self, outlet: Outlet, builder: FrameBuilder, on_end: Callable[[], None]) -> None:
+        self._outlet = outlet
+        self._builder = builder
+        self._on_end = on_end
+        self._pending: RequestOutput | None = None
+        self._pending_bytes = 0
+        self._error: AserveError | None = None
+        self._is_ended = False
+
+    def put(self, output: RequestOutput) -> None:
+        """Write ``output`` at once while the peer keeps up, else merge it with what waits."""
+        if self._pending is None and self._outlet.is_writable:
+            self._write(output)
+            return
+        self._pending_bytes += size_of(output)
+        if self._pending is not None:
+            self._pending.merge(output)
+        else:
+            self._pending = output
+            self._outlet.wait(self)
+        if self._pending_bytes > MAX_PENDING_BYTES:
+            self._outlet.cut_off(f"{self._pending_bytes} bytes wait for it")
+
+    def fail(self, error: AserveError) -> None:
+        """End the stream with an error frame."""
+        self._error = error
+        if self._pending is None and self._outlet.is_writable:
+            self._write_failure(error)
+        elif self._pending is None:
+            self._outlet.wait(self)
+
+    def flush(self) -> None:
+        """Write what waits."""
+        pending, self._pending, self._pending_bytes = self._pending, None, 0
+        if pending is not None:
+            self._write(pending)
+        if self._error is not None and not self._is_ended:
+            self._write_failure(self._error)
+
+    def _write(self, output: RequestOutput) -> None:
+        reason = output.finish_reason
+        if reason is FinishReason.ERROR or reason is FinishReason.ABORT:
+            self._write_failure(EngineDeadError(str(output.stop_reason or "the request was ended by the server")))
+            return
+        for frame in self._builder.frames(output):
+            self._outlet.write(frame)
+        if reason is not None:
+            self._end()
+
+    def _write_failure(self, error: AserveError) -> None:
+        for frame in self._builder.failure_frames(error):
+            self._outlet.write(frame)
+        self._end()
+
+    def _end(self) -> None:
+        self._is_ended = True
+        self._on_end()
+
+
+def size_of(output: RequestOutput) -> int:
+    """Return roughly the bytes that ``output`` adds to a merged one."""
+    size = len(output.text) * 2 + len(output.token_ids) * 8
+    for entries in (output.logprobs, output.prompt_logprobs):
+        size += sum(64 + 64 * len(entry.top) for entry in entries or () if entry is not None)
+    return size
