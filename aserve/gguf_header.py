@@ -165,15 +165,11 @@ class _Parser:
         """Read an array of strings; vocabularies have hundreds of thousands, so the loop is bare."""
         buffer, position, unpack = self._buffer, self._position, struct.Struct("<Q").unpack_from
         texts = []
-        try:
-            for _ in range(count):
-                start = position + 8
-                position = start + unpack(buffer, position)[0]
-                texts.append(buffer[start:position].decode())
-        except struct.error:
-            position = self._size + 1
-        if position > self._size:
-            raise WeightsError(f"it is cut short at byte {self._size}")
+        for _ in range(count):
+            start = position + 8
+            if start > self._size or (position := start + unpack(buffer, position)[0]) > self._size:
+                raise WeightsError(f"it is cut short at byte {self._size}")
+            texts.append(buffer[start:position].decode())
         self._position = position
         return texts
 
