@@ -1,0 +1,136 @@
+"""Chooses the next token of every sampled row of a step, as tensors, without waiting for the device.
+
+Order: raw log probabilities are set aside; then logit bias, min_tokens and penalties; then the most likely
+token, or a draw. What a row gets depends on its own logits, parameters, seed and position alone.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aserve.request import TokenLogprobs
+from aserve.sampling.draw import Filters, draw_tokens
+from aserve.sampling.logprobs import LogprobTensors, compute_logprobs, read_logprobs
+from aserve.sampling.row_params import Column, Need, RowParams, final_token_ids
+from aserve.sampling.token_counts import TokenCounts
+from aserve.sampling.uniform import draw_uniforms
+from aserve.scheduler.plan import RowStart, StepTokens
+
+IntArray = NDArray[np.int64]
+BAD_LOGITS = "the model's logits for this sequence are not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What a step sampled, still on the device. Bad rows hold id 0, which is safe to embed."""
+
+    token_ids: Tensor  # [N] int64
+    is_bad: Tensor  # [N] bool: no token could be chosen
+    logprob_places: IntArray  # [M], among the N
+    num_logprobs: list[int]  # M
+    logprobs: LogprobTensors | None  # of M rows
+
+    def read(self, step_id: int) -> StepTokens:
+        """Bring everything to the host; waits for the device."""
+        token_ids: list[int] = self.token_ids.tolist()
+        errors = {}
+        for place in torch.nonzero(self.is_bad).flatten().tolist():
+            token_ids[place] = -1
+            errors[place] = BAD_LOGITS
+        return StepTokens(step_id, token_ids, logprobs=self._read_logprobs(token_ids), errors=errors)
+
+    def _read_logprobs(self, token_ids: list[int]) -> list[TokenLogprobs | None] | None:
+        if self.logprobs is None:
+            return None
+        places = self.logprob_places.tolist()
+        reports: list[TokenLogprobs | None] = [None] * len(token_ids)
+        chosen = [token_ids[place] for place in places]
+        for place, report in zip(places, read_logprobs(self.logprobs, chosen, self.num_logprobs), strict=True):
+            reports[place] = report if report.token_id >= 0 else None
+        return reports
+
+
+class Sampler:
+    """Keeps the sampling state of ``num_rows`` rows of the page table."""
+
+    def __init__(self, num_rows: int, vocab_size: int, eos_token_ids: Set[int], device: torch.device) -> None:
+        self._device = device
+        self._eos_token_ids = eos_token_ids
+        self._params = RowParams(num_rows, vocab_size)
+        self._counts = TokenCounts(num_rows, vocab_size, device)
+        self._final_ids: dict[int, IntArray] = {}  # row -> ids that min_tokens forbids
+
+    def start_row(self, start: RowStart) -> None:
+        """Reset a row for the sequence that enters."""
+        self._params.start_row(start)
+        needs = Need(int(self._params.needs[start.row]))
+        if Need.PENALTIES in needs:
+            token_ids = self._upload(np.array(start.token_ids, np.int64))
+            self._counts.start_row(start.row, token_ids[: start.prompt_len], token_ids[start.prompt_len :])
+        self._final_ids.pop(start.row, None)
+        if Need.MIN_TOKENS in needs:
+            self._final_ids[start.row] = np.array(final_token_ids(start, self._eos_token_ids), np.int64)
+
+    def sample(self, logits: Tensor, rows: IntArray, positions: IntArray) -> SampledTokens:
+        """Choose one token for each of the N distinct ``rows``.
+
+        ``logits`` [N, V] float32 are overwritten; ``positions`` [N] are those of the new tokens.
+        """
+        needs = self._params.needs[rows]
+        places = np.flatnonzero(needs & Need.LOGPROBS)
+        raw = logits[self._upload(places)] if places.size else None
+        logits = self._adjust(logits, rows, positions, needs)
+        best, token_ids = logits.max(-1)
+        is_bad = ~torch.isfinite(best)
+        self._draw(logits, token_ids, rows, positions, needs)
+        token_ids.masked_fill_(is_bad, 0)
+        self._count(token_ids, is_bad, rows, needs)
+        num_logprobs = self._params.num_logprobs[rows[places]].tolist()
+        logprobs = None
+        if raw is not None:
+            logprobs = compute_logprobs(raw, token_ids[self._upload(places)], max(num_logprobs))
+        return SampledTokens(token_ids, is_bad, places, num_logprobs, logprobs)
+
+    def _adjust(self, logits: Tensor, rows: IntArray, positions: IntArray, needs: NDArray[np.uint8]) -> Tensor:
+        """Apply what changes single logits: bias, the ban on ending early, penalties."""
+        if (places := np.flatnonzero(needs & Need.BIAS)).size:
+            biased = self._upload(places).unsqueeze(1), self._upload(self._params.bias_ids[rows[places]])
+            logits.index_put_(biased, self._upload(self._params.biases[rows[places]]), accumulate=True)
+        is_early = (needs & Need.MIN_TOKENS).astype(bool) & (positions < self._params.free_positions[rows])
+        if (places := np.flatnonzero(is_early)).size:
+            final_ids = [self._final_ids[row] for row in rows[places].tolist()]
+            banned = np.repeat(places, [len(ids) for ids in final_ids]), np.concatenate(final_ids)
+            logits[self._upload(banned[0]), self._upload(banned[1])] = -torch.inf
+        if (places := np.flatnonzero(needs & Need.PENALTIES)).size:
+            at, table_rows = self._upload(places), self._upload(rows[places])
+            penalties = self._upload(self._params.values[rows[places], Column.PENALTIES])
+            logits[at] = self._counts.penalize(logits[at], table_rows, penalties)
+        return logits
+
+    def _draw(
+        self, logits: Tensor, token_ids: Tensor, rows: IntArray, positions: IntArray, needs: NDArray[np.uint8]
+    ) -> None:
+        """Replace the most likely token by a drawn one where a row asks for it."""
+        places = np.flatnonzero(needs & Need.DRAW)
+        if not places.size:
+            return
+        values = self._params.values[rows[places]]
+        uniforms = draw_uniforms(self._params.seeds[rows[places]], positions[places])
+        temperature, top_k, top_p, min_p = self._upload(values[:, : Column.MIN_P + 1]).unbind(1)
+        max_top_k, has_top_p = int(values[:, Column.TOP_K].max()), bool((values[:, Column.TOP_P] < 1).any())
+        filters = Filters(top_k, top_p, min_p, max_top_k, has_top_p)
+        at = self._upload(places)
+        drawn_from = logits if places.size == rows.size else logits[at]
+        token_ids[at] = draw_tokens(drawn_from, self._upload(uniforms), temperature, filters)
+
+    def _count(self, token_ids: Tensor, is_bad: Tensor, rows: IntArray, needs: NDArray[np.uint8]) -> None:
+        if (places := np.flatnonzero(needs & Need.PENALTIES)).size:
+            at = self._upload(places)
+            self._counts.add(self._upload(rows[places]), token_ids[at], ~is_bad[at])
+
+    def _upload(self, array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
