@@ -23,6 +23,7 @@ class RowStart:
     prompt_len: int
     seed: int  # resolved: never None; the sample at a position depends on (seed, position) alone
     params: SamplingParams
+    request_id: str = ""  # for logs and queue times; devices do not need it
 
 
 @dataclass(slots=True)

@@ -1,0 +1,34 @@
+"""What is refused before it enters the queue, because it could never run."""
+
+from aserve.errors import ClientError
+from aserve.request import Request
+from aserve.scheduler.limits import Limits
+
+
+def check_request(request: Request, limits: Limits) -> None:
+    """Raise ClientError if ``request`` is empty, names an unknown token or can never fit."""
+    prompt = request.prompt_token_ids
+    if not prompt:
+        raise ClientError("the prompt has no tokens", param="prompt")
+    longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
+    if len(prompt) + 1 > longest:
+        limit = "context length" if longest == limits.max_model_len else "room for keys and values"
+        raise ClientError(
+            f"the prompt has {len(prompt)} tokens; with one token of output it exceeds the {limit} of {longest} tokens",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+        raise ClientError(f"the prompt names a token id outside [0, {limits.vocab_size})", param="prompt")
+    request.params.check_vocabulary(limits.vocab_size)
+
+
+def longest_len(request: Request, limits: Limits) -> int:
+    """Return the most tokens, prompt and output, that ``request`` may reach.
+
+    The last one is never computed, so it needs no slot: alone in the pool a sequence can be one longer than the pool.
+    """
+    longest = min(limits.max_model_len, limits.num_pages * limits.page_size + 1)
+    if request.params.max_tokens is None:
+        return longest
+    return min(longest, len(request.prompt_token_ids) + request.params.max_tokens)

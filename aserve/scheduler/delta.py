@@ -1,0 +1,24 @@
+"""What one commit brought for one sequence."""
+
+from dataclasses import dataclass
+
+from aserve.request import FinishReason, TokenLogprobs
+
+
+@dataclass(slots=True)
+class SequenceDelta:
+    """New tokens of one request. The last one carries ``finish_reason``; none follows an abort.
+
+    A token that ended the request (EOS or one of ``stop_token_ids``) is among ``token_ids``, counts as output and is
+    named in ``stop_token_id``. ``prompt_logprobs`` comes once, with the first delta; its first entry is None.
+    ``error`` is set if and only if ``finish_reason`` is ERROR.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    finish_reason: FinishReason | None
+    stop_token_id: int | None
+    num_cached_tokens: int
+    error: str | None

@@ -1,0 +1,22 @@
+"""Counts that a metrics page shows; reading them costs nothing per sequence."""
+
+from dataclasses import dataclass
+
+from aserve.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """A snapshot. Free, cached and held pages add up to all pages; the other ``num_`` fields below them only grow."""
+
+    num_waiting: int
+    num_running: int
+    num_in_flight: int  # launched steps
+    num_pages: int
+    num_free_pages: int
+    num_cached_pages: int  # kept for prompts with the same beginning, evicted on demand
+    num_held_pages: int  # used by sequences
+    num_preemptions: int
+    num_prefix_tokens_queried: int  # tokens of admitted sequences that were looked up in the prefix cache
+    num_prefix_tokens_hit: int
+    num_finished: dict[FinishReason, int]
