@@ -67,14 +67,14 @@ class ResponseRequest:
     user: str | None
 
 
-def parse_create(payload: Mapping[str, Any]) -> ResponseRequest:
+def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest:
     """Check the fields of one ``response.create``; raise ClientError that names the first one at fault."""
     fields = {name: value for name, value in payload.items() if value is not None}
     _refuse_unsupported(fields)
     generate = _read_generate(fields)
     request = ResponseRequest(
         messages=_read_input(fields.get("input")),
-        params=_read_sampling(fields, generate=generate),
+        params=_read_sampling(fields, vocab_size, generate=generate),
         instructions=_read(fields, "instructions", str),
         previous_response_id=_read(fields, "previous_response_id", str),
         model=_read(fields, "model", str),
@@ -137,7 +137,7 @@ def _read_generate(fields: Mapping[str, Any]) -> bool:
     return _read(fields, "generate", bool) is not False and cache_options.get("prewarm") is not True
 
 
-def _read_sampling(fields: Mapping[str, Any], *, generate: bool) -> SamplingParams:
+def _read_sampling(fields: Mapping[str, Any], vocab_size: int, *, generate: bool) -> SamplingParams:
     values = {
         target: value
         for name, (target, kind) in SAMPLING_FIELDS.items()
@@ -145,6 +145,8 @@ def _read_sampling(fields: Mapping[str, Any], *, generate: bool) -> SamplingPara
     }
     if values.get("max_tokens", 1) < 1:
         raise ClientError("max_output_tokens must be at least 1", param="max_output_tokens")
+    if "top_k" in values:
+        values["top_k"] = min(values["top_k"], vocab_size)
     if not generate:
         values["max_tokens"] = 0
         values.pop("min_tokens", None)

@@ -72,6 +72,24 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         else:
             self._close_callbacks.append(callback)
 
+    async def drain(self) -> None:
+        """Return once the peer keeps up, or is gone."""
+        await self.writable.wait()
+
+    def close(self, code: int, reason: str = "") -> None:
+        """Start the closing handshake; a peer that does not answer within the close timeout is cut off."""
+        if self.is_closed:
+            return
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+        self.conn.send_close(code, reason)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()  # for the peer's answer
+        self.close_timer = self.loop.call_later(self.close_timeout, self.transport.abort)
+        self._mark_closed()
+
     def abort(self) -> None:
         """Cut the connection without sending what is buffered."""
         self.transport.abort()

@@ -1,0 +1,135 @@
+"""A lane of a Responses WebSocket: creates run one after another, the latest response can be continued.
+
+The default lane has no ``stream_id``. Nothing here outlives the socket.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from uuid import uuid4
+
+from aserve.errors import ClientError
+from aserve.server.response_events import ResponseEvents, ResponseStatus
+from aserve.server.response_run import ResponseRun
+from aserve.server.response_schema import Message, ResponseRequest, parse_create
+from aserve.server.state import ServerState
+from aserve.server.stream_sink import Outlet
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResponse:
+    """A finished response that a later create may continue. ``messages`` is without instructions."""
+
+    response_id: str
+    messages: list[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedCreate:
+    """A ``response.create`` that waits for its turn; it is checked when that comes, so that errors keep the order."""
+
+    payload: Mapping[str, Any]
+    num_bytes: int
+
+
+class LaneOwner(Protocol):
+    """The socket, as its lanes see it."""
+
+    state: ServerState
+    outlet: Outlet
+    slots: asyncio.Semaphore  # one per response in flight
+
+    def check_open(self) -> None:
+        """Raise unless a new response may start."""
+
+    def find_kept(self, response_id: str) -> KeptResponse | None:
+        """Return the kept response of that id, in whatever lane."""
+
+    def send_error(self, error: Exception, stream_id: str | None) -> None:
+        """Send an error event."""
+
+    async def drain(self) -> None:
+        """Wait until the peer has read what was sent."""
+
+
+@dataclass(slots=True)
+class Lane:
+    """Runs the creates of one ``stream_id`` in order."""
+
+    stream_id: str | None
+    owner: LaneOwner
+    latest: KeptResponse | None = None
+    queue: deque[QueuedCreate] = field(default_factory=deque)
+    running: ResponseRun | None = None
+    is_busy: bool = False
+
+    async def run(self, on_idle: Callable[[], None]) -> None:
+        """Run what is queued; call ``on_idle`` when the queue is empty."""
+        while self.queue:
+            async with self.owner.slots:
+                await self.owner.drain()
+                await self._respond(self.queue.popleft().payload)
+        self.is_busy = False
+        on_idle()
+
+    async def _respond(self, payload: Mapping[str, Any]) -> None:
+        """Answer one create, with a response or an error event; a failed continuation evicts what it continued."""
+        previous_id = payload.get("previous_response_id")
+        try:
+            self.owner.check_open()
+            request = parse_create(payload, self.owner.state.engine.limits.vocab_size)
+            messages = self._history(request.previous_response_id) + request.messages
+            status = await self._generate(request, messages)
+        except Exception as error:  # one create's failure ends neither the lane nor the socket
+            self._forget(previous_id)
+            self.owner.send_error(error, self.stream_id)
+        else:
+            if status is ResponseStatus.FAILED:
+                self._forget(previous_id)
+
+    async def _generate(self, request: ResponseRequest, messages: list[Message]) -> ResponseStatus:
+        run = ResponseRun(request, self._new_events(request), self.owner.state.engine, self.owner.outlet)
+        self.running = run
+        try:
+            status = await run.execute(_with_instructions(request.instructions, messages))
+        finally:
+            self.running = None
+            run.close()
+        if status is not ResponseStatus.FAILED:
+            answer = [{"role": "assistant", "content": run.events.text}] if run.events.text else []
+            self.latest = KeptResponse(run.response_id, messages + answer)
+        return status
+
+    def _new_events(self, request: ResponseRequest) -> ResponseEvents:
+        return ResponseEvents(
+            request,
+            response_id=f"resp_{uuid4().hex}",
+            item_id=f"msg_{uuid4().hex}",
+            model=self.owner.state.check_model(request.model),
+            created_at=int(time.time()),
+            stream_id=self.stream_id,
+        )
+
+    def _history(self, previous_id: str | None) -> list[Message]:
+        """Return the conversation that is continued, empty for a new one."""
+        if previous_id is None:
+            return []
+        kept = self.owner.find_kept(previous_id)
+        if kept is None:
+            raise ClientError(
+                "the previous response is not in this connection's memory; send the whole input without it",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return kept.messages
+
+    def _forget(self, response_id: object) -> None:
+        if self.latest is not None and self.latest.response_id == response_id:
+            self.latest = None
+
+
+def _with_instructions(instructions: str | None, messages: list[Message]) -> list[Message]:
+    return messages if instructions is None else [{"role": "system", "content": instructions}, *messages]

@@ -1,0 +1,150 @@
+"""One response on a WebSocket, from prompt to terminal event: the engine's sink and the builder of its frames."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aserve.engine.async_engine import AsyncEngine
+from aserve.errors import AserveError, CapacityError, ClientError
+from aserve.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from aserve.server.logprobs import TokenNames, finite
+from aserve.server.response_events import ResponseEvents, ResponseStatus, Usage
+from aserve.server.response_schema import Message, ResponseRequest
+from aserve.server.stream_sink import Outlet, StreamSink
+
+
+class ResponseRun:
+    """Runs one response. ``execute`` returns its status once the last frame has been written."""
+
+    def __init__(self, request: ResponseRequest, events: ResponseEvents, engine: AsyncEngine, outlet: Outlet) -> None:
+        self.events = events
+        self._request = request
+        self._engine = engine
+        self._outlet = outlet
+        self._names = TokenNames(engine.tokenizer, hides_special=True)
+        self._sink = StreamSink(outlet, self, self._note_end)
+        self._written = asyncio.Event()
+        self._status = ResponseStatus.IN_PROGRESS
+        self._usage: Usage | None = None
+        self._held_logprobs: list[Mapping[str, Any]] = []  # of tokens whose text is still held back
+        self._is_submitted = False
+        self._is_cancelled = False
+
+    @property
+    def response_id(self) -> str:
+        """Also the engine's request id."""
+        return self.events.response_id
+
+    async def execute(self, messages: list[Message]) -> ResponseStatus:
+        """Answer ``messages``; raise what is known before the first event, after which nothing was written."""
+        prompt_ids = await self._engine.encode(messages, add_generation_prompt=self._request.generate)
+        self._usage = Usage(len(prompt_ids), 0, 0)
+        if not self._is_cancelled:
+            self._submit(prompt_ids)
+        self._write(self.events.opening())
+        if not self._is_submitted:
+            self._write(self._ending(ResponseStatus.CANCELLED))
+        else:
+            await self._written.wait()
+        return self._status
+
+    def cancel(self) -> None:
+        """End as cancelled, with what has been generated so far. Idempotent."""
+        self._is_cancelled = True
+        if self._is_submitted:
+            self._engine.abort(self.response_id)
+
+    def end(self, error: AserveError) -> None:
+        """End as failed now."""
+        self._sink.fail(error)
+
+    def close(self) -> None:
+        """Make sure that the engine does not work for this response any more. Idempotent."""
+        if self._is_submitted and not self._written.is_set():
+            self._engine.abort(self.response_id)
+
+    def put(self, output: RequestOutput) -> None:
+        """Take an output of the engine."""
+        if self._is_cancelled and output.finish_reason is FinishReason.ABORT:
+            output.finish_reason = FinishReason.STOP  # the client's own wish, not a failure of the stream
+        self._sink.put(output)
+
+    def fail(self, error: AserveError) -> None:
+        """Learn from the engine that there will be no last output."""
+        self._sink.fail(error)
+
+    def frames(self, output: RequestOutput) -> list[bytes]:
+        """Return the frames for what is new, and those that end the response if it is the last output."""
+        if output.logprobs:
+            self._held_logprobs += render_logprobs(self._names, output.logprobs)
+        frames: list[bytes] = []
+        reason = output.finish_reason
+        if output.text or (reason is not None and self._held_logprobs):
+            frames = self.events.delta(output.text, self._held_logprobs)
+            if self._held_logprobs:
+                self._held_logprobs = []
+        if reason is not None:
+            self._usage = Usage(output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens)
+            frames += self._ending(self._status_of(reason))
+        return frames
+
+    def failure_frames(self, error: AserveError) -> list[bytes]:
+        """Return the frames that end the response after the engine gave it up."""
+        return self._ending(ResponseStatus.FAILED, failure_body(error))
+
+    def _submit(self, prompt_ids: list[int]) -> None:
+        request = Request(
+            request_id=self.response_id,
+            prompt_token_ids=tuple(prompt_ids),
+            params=self._request.params,
+            arrival_time_s=time.monotonic(),
+        )
+        self._engine.add(request, self)
+        self._is_submitted = True
+
+    def _status_of(self, reason: FinishReason) -> ResponseStatus:
+        if self._is_cancelled:
+            return ResponseStatus.CANCELLED
+        if reason is FinishReason.LENGTH and self._request.generate:
+            return ResponseStatus.INCOMPLETE
+        return ResponseStatus.COMPLETED
+
+    def _ending(self, status: ResponseStatus, error: Mapping[str, Any] | None = None) -> list[bytes]:
+        self._status = status
+        is_completed = status is ResponseStatus.COMPLETED
+        completed_at = int(time.time()) if is_completed else None
+        return self.events.ending(status, usage=self._usage, completed_at=completed_at, error=error)
+
+    def _write(self, frames: Sequence[bytes]) -> None:
+        for frame in frames:
+            self._outlet.write(frame)
+
+    def _note_end(self) -> None:
+        self._written.set()
+
+
+def failure_body(error: AserveError) -> dict[str, str]:
+    """Return the ``error`` of a failed response; the protocol allows a closed set of codes."""
+    code = "server_error"
+    if isinstance(error, CapacityError):
+        code = "rate_limit_exceeded"
+    elif isinstance(error, ClientError):
+        code = "invalid_prompt"
+    return {"code": code, "message": str(error)}
+
+
+def render_logprobs(names: TokenNames, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    """Return the JSON form of ``entries``, one for each token."""
+    return [
+        {
+            **_render_token(names, entry.token_id, entry.logprob),
+            "top_logprobs": [_render_token(names, token_id, logprob) for token_id, logprob in entry.top],
+        }
+        for entry in entries
+    ]
+
+
+def _render_token(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
+    shown = names.visible_bytes(token_id) or b""
+    return {"token": names.name(token_id), "bytes": list(shown), "logprob": finite(logprob)}
