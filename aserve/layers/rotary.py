@@ -1,0 +1,126 @@
+"""Rotary position embedding: its parameters and the table of cosines and sines for every position.
+
+The table depends on the position alone, never on the batch or on the length of a sequence, so keys in
+the cache stay valid whoever reads them. ``dynamic`` scaling is where that is a choice: its base grows with
+the sequence. Position p takes the base of the sequence that ends at p. This equals transformers up to the
+original context length, and beyond it for decoding token by token; a prompt that is longer than the original
+context in one piece is rotated by transformers with the base of its last token throughout.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from aserve.layers.weighted import WeightedLayer, WeightFormat, WeightSlot
+
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Parameters of the rotation; which ones count depends on ``scaling``.
+
+    ``original_context_len`` is the context in tokens before scaling; ``attention_factor`` multiplies cosines and sines.
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling = "none"
+    factor: float = 1.0
+    original_context_len: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_range_truncated: bool = True
+    attention_factor: float = 1.0
+
+
+class RotaryTable(WeightedLayer):
+    """The table [max positions, head_dim] float32, cosines in the first half of a row.
+
+    A GGUF file may bring one divisor per frequency (``rope_freqs``, how it stores llama3 scaling).
+    """
+
+    def __init__(self, config: RopeConfig, head_dim: int, max_positions: int, weights: WeightFormat) -> None:
+        super().__init__("rope_freqs", weights)
+        self.config = config
+        self.head_dim = head_dim
+        self.max_positions = max_positions
+        self.cos_sin = self._build(None)
+
+    def slots(self) -> dict[str, WeightSlot]:
+        return {f"{self.name}.weight": WeightSlot((self.head_dim // 2,), self._write, is_optional=True)}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        super().restore(tensors)
+        if "divisors" in tensors:
+            self.cos_sin = self._build(tensors["divisors"])
+
+    def _write(self, divisors: Tensor) -> None:
+        self.tensors["divisors"] = divisors.to(self.weights.device, torch.float32, copy=True)
+        self.cos_sin = self._build(divisors)
+
+    def _build(self, divisors: Tensor | None) -> Tensor:
+        return build_cos_sin(self.config, self.head_dim, self.max_positions, divisors).to(self.weights.device)
+
+
+def build_cos_sin(config: RopeConfig, head_dim: int, max_positions: int, divisors: Tensor | None = None) -> Tensor:
+    """Return [max_positions, head_dim] float32 on the CPU, computed in float32 as transformers does."""
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    frequencies = _scaled_frequencies(config, head_dim, positions)  # [D/2], or [positions, D/2]
+    if divisors is not None:
+        frequencies = frequencies / divisors.cpu().float()
+    angles = positions.unsqueeze(1) * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=1) * config.attention_factor
+
+
+def _scaled_frequencies(config: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / config.theta**exponents
+    match config.scaling:
+        case "none":
+            return frequencies
+        case "linear":
+            return frequencies / config.factor
+        case "dynamic":
+            return 1.0 / _dynamic_bases(config, head_dim, positions).unsqueeze(1) ** exponents
+        case "llama3":
+            return _llama3_frequencies(config, frequencies)
+        case "yarn":
+            return _yarn_frequencies(config, frequencies)
+
+
+def _dynamic_bases(config: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
+    """NTK-aware bases [positions], each that of the sequence ending there (posts by bloc97 and emozilla, 2023)."""
+    lengths = (positions.double() + 1).clamp(min=config.original_context_len)
+    growth = config.factor * lengths / config.original_context_len - (config.factor - 1)
+    return (config.theta * growth ** (head_dim / (head_dim - 2))).float()
+
+
+def _llama3_frequencies(config: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Long waves are stretched by ``factor``, short ones kept, a linear blend between (Llama 3.1's release)."""
+    turns = config.original_context_len * frequencies / (2 * math.pi)  # full turns within the original context
+    kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return (1 - kept) * frequencies / config.factor + kept * frequencies
+
+
+def _yarn_frequencies(config: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Blend by dimension between interpolated and original frequencies (YaRN, Peng et al. 2023, section 3.2)."""
+    num_frequencies = len(frequencies)
+    low, high = (_yarn_dimension(config, turns, 2 * num_frequencies) for turns in (config.beta_fast, config.beta_slow))
+    if config.is_range_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * num_frequencies - 1)
+    if low == high:
+        high += 0.001
+    kept = 1 - ((torch.arange(num_frequencies, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / config.factor + kept * frequencies
+
+
+def _yarn_dimension(config: RopeConfig, turns: float, head_dim: int) -> float:
+    """The index of the frequency that makes ``turns`` full turns within the original context."""
+    return head_dim * math.log(config.original_context_len / (turns * 2 * math.pi)) / (2 * math.log(config.theta))

@@ -1,0 +1,45 @@
+"""The decoder architectures that aserve runs, one row each, and how they differ."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from aserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What the name of an architecture decides; everything else stands in the checkpoint's own config."""
+
+    model_type: str  # in config.json
+    gguf_name: str | None = None  # "general.architecture" of its GGUF files
+    has_qkv_bias: bool = False  # always; others follow "attention_bias", which also covers the output projection
+    has_qk_norm: bool = False
+    window: Literal["none", "all", "by_layer"] = "none"  # layers that the field "sliding_window" is about
+    default_window: int | None = None  # tokens, where "sliding_window" is absent
+    default_head_dim: int | None = None  # where "head_dim" is absent; None: hidden_size / num_attention_heads
+    has_permuted_gguf: bool = False  # its GGUF files hold query and key rows for the interleaved rotary style
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture("llama", "llama", has_permuted_gguf=True),
+    "MistralForCausalLM": Architecture("mistral", window="all", default_window=4096),  # its GGUF files say "llama"
+    "Qwen2ForCausalLM": Architecture("qwen2", "qwen2", has_qkv_bias=True, window="by_layer"),
+    "Qwen3ForCausalLM": Architecture("qwen3", "qwen3", has_qk_norm=True, window="by_layer", default_head_dim=128),
+}
+
+
+def find_architecture(names: list[str], model_type: str) -> tuple[str, Architecture]:
+    """Return the row for ``architectures`` of config.json or, where it names none, for ``model_type``."""
+    for name, architecture in ARCHITECTURES.items():
+        if name in names or (not names and architecture.model_type == model_type):
+            return name, architecture
+    raise ConfigError(f"unsupported architecture {', '.join(names) or model_type!r}; known: {', '.join(ARCHITECTURES)}")
+
+
+def find_gguf_architecture(gguf_name: str) -> tuple[str, Architecture]:
+    """Return the row for ``general.architecture`` of a GGUF file."""
+    for name, architecture in ARCHITECTURES.items():
+        if architecture.gguf_name == gguf_name:
+            return name, architecture
+    known = ", ".join(row.gguf_name for row in ARCHITECTURES.values() if row.gguf_name)
+    raise ConfigError(f"unsupported GGUF architecture {gguf_name!r}; known: {known}")

@@ -1,0 +1,149 @@
+"""The shape of a decoder, whatever file format and spelling it came in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aserve.errors import ConfigError
+from aserve.gguf_header import GgufTensor
+from aserve.layers.rotary import RopeConfig
+from aserve.models.architectures import Architecture, find_architecture, find_gguf_architecture
+from aserve.models.fields import Fields
+from aserve.models.rope_fields import rope_from_gguf, rope_from_hf, scaled_context_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """Sizes and flags of one model; ``sliding_windows`` has one entry per layer, in keys seen, None for all."""
+
+    architecture: str  # as in ARCHITECTURES
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_context_len: int  # tokens, after rope scaling
+    rope: RopeConfig
+    sliding_windows: tuple[int | None, ...]
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False  # of the attention's output projection
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    is_head_tied: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim {self.head_dim} is odd, which rotary embedding does not allow")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
+        """Read the content of config.json.
+
+        Raises ConfigError naming the field for what is unsupported.
+        """
+        fields = Fields(config)
+        _refuse_unsupported(fields)
+        name, architecture = find_architecture(config.get("architectures") or [], fields.get("model_type", str, ""))
+        hidden_size, num_heads = fields.require_size("hidden_size"), fields.require_size("num_attention_heads")
+        num_layers = fields.require_size("num_hidden_layers")
+        head_dim = fields.get("head_dim", int) or architecture.default_head_dim or _split(hidden_size, num_heads)
+        max_context_len = fields.require_size("max_position_embeddings")
+        rope = rope_from_hf(config, max_context_len)
+        has_bias = fields.get("attention_bias", bool, False)
+        return cls(
+            architecture=name,
+            vocab_size=fields.require_size("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=fields.require_size("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=fields.get("num_key_value_heads", int, num_heads),
+            head_dim=head_dim,
+            rms_norm_eps=fields.get("rms_norm_eps", float, 1e-6),
+            max_context_len=scaled_context_len(rope, max_context_len),
+            rope=rope,
+            sliding_windows=_windows_from_hf(config, architecture, num_layers),
+            has_qkv_bias=has_bias or architecture.has_qkv_bias,
+            has_output_bias=has_bias and not architecture.has_qkv_bias,
+            has_mlp_bias=fields.get("mlp_bias", bool, False),
+            has_qk_norm=architecture.has_qk_norm,
+            is_head_tied=fields.get("tie_word_embeddings", bool, False),
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> "DecoderConfig":
+        """Read the metadata of a GGUF file; biases, head and vocabulary size show in its ``tensors``.
+
+        Raises ConfigError naming the key for what is unsupported.
+        """
+        gguf_name = Fields(metadata).require("general.architecture", str)
+        name, architecture = find_gguf_architecture(gguf_name)
+        fields = Fields(metadata, prefix=f"{gguf_name}.")
+        fields.refuse("expert_count", "mixture of experts")
+        hidden_size, num_heads = fields.require_size("embedding_length"), fields.require_size("attention.head_count")
+        num_layers = fields.require_size("block_count")
+        head_dim = fields.get("attention.key_length", int) or _split(hidden_size, num_heads)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if (other := fields.get(key, int, head_dim)) != head_dim:
+                raise ConfigError(f"unsupported: {gguf_name}.{key} is {other}, but a key has {head_dim} channels")
+        max_context_len = fields.require_size("context_length")
+        rope = rope_from_gguf(fields, max_context_len)
+        window = fields.get("attention.sliding_window", int, 0) or None
+        embeddings = tensors.get("token_embd.weight")
+        return cls(
+            architecture=name,
+            vocab_size=embeddings.shape[0] if embeddings else fields.require_size("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=fields.require_size("feed_forward_length"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=fields.get("attention.head_count_kv", int, num_heads),
+            head_dim=head_dim,
+            rms_norm_eps=fields.require("attention.layer_norm_rms_epsilon", float),
+            max_context_len=scaled_context_len(rope, max_context_len),
+            rope=rope,
+            sliding_windows=(window,) * num_layers,
+            has_qkv_bias="blk.0.attn_q.bias" in tensors,
+            has_output_bias="blk.0.attn_output.bias" in tensors,
+            has_mlp_bias="blk.0.ffn_up.bias" in tensors,
+            has_qk_norm=architecture.has_qk_norm,
+            is_head_tied="output.weight" not in tensors,
+        )
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    fields.refuse("quantization_config", "quantised checkpoint")
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        fields.refuse(name, "mixture of experts")
+    for name in ("hidden_act", "hidden_activation"):
+        if (activation := fields.get(name, str, "silu")) not in ("silu", "swish"):
+            raise ConfigError(f"unsupported activation: {name} is {activation!r}")
+
+
+def _split(hidden_size: int, num_heads: int) -> int:
+    if hidden_size % num_heads:
+        raise ConfigError(f"hidden size {hidden_size} does not divide by {num_heads} heads, and head_dim is absent")
+    return hidden_size // num_heads
+
+
+def _windows_from_hf(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
+    fields = Fields(config)
+    window = fields.get("sliding_window", int) if "sliding_window" in config else architecture.default_window
+    if architecture.window == "all":
+        return (window,) * num_layers
+    if architecture.window == "none" or not fields.get("use_sliding_window", bool, False):
+        return (None,) * num_layers
+    first = fields.get("max_window_layers", int, 28)
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if layer_idx >= first else "full_attention" for layer_idx in range(num_layers)
+    ]
+    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise ConfigError(f"unsupported layer_types for {num_layers} layers: {kinds!r}")
+    if window is None:
+        window = fields.require("sliding_window", int)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,165 @@
+"""The decoder-only transformer behind Llama, Mistral, Qwen2 and Qwen3: one class, differences as flags."""
+
+import torch
+from torch import Tensor
+
+from aserve.attention.base import AttentionSpec
+from aserve.attention.context import ForwardContext
+from aserve.kernels.operators import Operators
+from aserve.layers.embedding import Embedding, TiedEmbedding, TokenEmbedding
+from aserve.layers.linear import Linear
+from aserve.layers.norm import NormWeight
+from aserve.layers.rotary import RotaryTable
+from aserve.layers.weighted import WeightedLayer, WeightFormat, WeightSlot
+from aserve.models.config import DecoderConfig
+
+
+class Decoder:
+    """Inference only; call it under ``torch.inference_mode``. T tokens, N rows to sample, E hidden, V vocabulary."""
+
+    def __init__(self, config: DecoderConfig, weights: WeightFormat, operators: Operators) -> None:
+        self.config = config
+        self._operators = operators
+        self._rotary = RotaryTable(config.rope, config.head_dim, config.max_context_len, weights)
+        self._layers = [DecoderLayer(config, layer_idx, weights) for layer_idx in range(config.num_layers)]
+        self._norm = NormWeight("model.norm", config.hidden_size, weights)
+        head_name = "model.embed_tokens" if config.is_head_tied else "lm_head"
+        self._head = Linear(head_name, config.hidden_size, {head_name: config.vocab_size}, weights)
+        self._embed: TokenEmbedding = (
+            TiedEmbedding(self._head)
+            if config.is_head_tied
+            else Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, weights)
+        )
+
+    def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """Run token_ids [T] int64 through all layers; return what ``compute_logits`` takes, [T, E]."""
+        update = self._embed(token_ids)
+        residual: Tensor | None = None
+        for layer in self._layers:
+            update, residual = layer.forward(update, residual, self._rotary.cos_sin, ctx)
+        return update if residual is None else residual + update
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [N, V] for those rows of ``forward``'s result that are needed, [N, E]."""
+        return self._head(self._operators.rms_norm(hidden, self._norm.weight, self.config.rms_norm_eps)).float()
+
+    def weighted_layers(self) -> list[WeightedLayer]:
+        """Every layer that keeps weights, each once."""
+        own: list[WeightedLayer] = [self._rotary, self._norm, self._head]
+        if isinstance(self._embed, Embedding):
+            own.append(self._embed)
+        return own + [weighted for layer in self._layers for weighted in layer.weighted_layers()]
+
+    def slots(self) -> dict[str, WeightSlot]:
+        """Map the tensor names of a checkpoint, as transformers spells them, to their slots."""
+        return {name: slot for layer in self.weighted_layers() for name, slot in layer.slots().items()}
+
+
+class DecoderLayer:
+    """Attention and feed-forward; the residual stream is added inside the norms."""
+
+    def __init__(self, config: DecoderConfig, layer_idx: int, weights: WeightFormat) -> None:
+        name = f"model.layers.{layer_idx}"
+        self._eps = config.rms_norm_eps
+        self._attention_norm = NormWeight(f"{name}.input_layernorm", config.hidden_size, weights)
+        self._attention = Attention(config, layer_idx, weights)
+        self._mlp_norm = NormWeight(f"{name}.post_attention_layernorm", config.hidden_size, weights)
+        self._mlp = Mlp(config, f"{name}.mlp", weights)
+
+    def forward(
+        self, update: Tensor, residual: Tensor | None, cos_sin: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """Return (what this layer adds, the stream it is to be added to), each [T, E]."""
+        operators = ctx.operators
+        if residual is None:
+            residual = update
+            normed = operators.rms_norm(update, self._attention_norm.weight, self._eps)
+        else:
+            normed, residual = operators.add_rms_norm(update, residual, self._attention_norm.weight, self._eps)
+        attended = self._attention.forward(normed, cos_sin, ctx)
+        normed, residual = operators.add_rms_norm(attended, residual, self._mlp_norm.weight, self._eps)
+        return self._mlp.forward(normed, ctx), residual
+
+    def weighted_layers(self) -> list[WeightedLayer]:
+        """Every layer that keeps weights, each once."""
+        norms: list[WeightedLayer] = [self._attention_norm, self._mlp_norm]
+        return norms + self._attention.weighted_layers() + self._mlp.weighted_layers()
+
+
+class Attention:
+    """Grouped-query attention over the paged pool, with optional biases, QK norm and sliding window."""
+
+    def __init__(self, config: DecoderConfig, layer_idx: int, weights: WeightFormat) -> None:
+        name = f"model.layers.{layer_idx}.self_attn"
+        self._head_dim = config.head_dim
+        self._eps = config.rms_norm_eps
+        query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._sizes = [query_size, key_size, key_size]
+        self._qkv = Linear(
+            f"{name}.qkv_proj",
+            config.hidden_size,
+            {f"{name}.q_proj": query_size, f"{name}.k_proj": key_size, f"{name}.v_proj": key_size},
+            weights,
+            has_bias=config.has_qkv_bias,
+        )
+        output_name = f"{name}.o_proj"
+        self._output = Linear(
+            output_name, query_size, {output_name: config.hidden_size}, weights, has_bias=config.has_output_bias
+        )
+        self._qk_norms = (
+            (
+                NormWeight(f"{name}.q_norm", config.head_dim, weights),
+                NormWeight(f"{name}.k_norm", config.head_dim, weights),
+            )
+            if config.has_qk_norm
+            else None
+        )
+        self._spec = AttentionSpec(
+            layer_idx=layer_idx,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            sliding_window=config.sliding_windows[layer_idx],
+        )
+
+    def forward(self, x: Tensor, cos_sin: Tensor, ctx: ForwardContext) -> Tensor:
+        """Write this step's keys and values to the pool, attend; x and result [T, E]."""
+        operators, layer_kv = ctx.operators, ctx.layers_kv[self._spec.layer_idx]
+        q, k, v = (part.view(len(x), -1, self._head_dim) for part in torch.split(self._qkv(x), self._sizes, dim=1))
+        if self._qk_norms is not None:
+            q_norm, k_norm = self._qk_norms
+            q = operators.rms_norm(q, q_norm.weight, self._eps)
+            k = operators.rms_norm(k, k_norm.weight, self._eps)
+        q, k = operators.rope(q, k, cos_sin, ctx.batch.positions)
+        operators.store_kv(k, v, layer_kv.key, layer_kv.value, ctx.batch.slot_mapping)
+        attended, _ = ctx.backend.forward(q, layer_kv, ctx.plan, self._spec)
+        return self._output(attended.flatten(1))
+
+    def weighted_layers(self) -> list[WeightedLayer]:
+        """Every layer that keeps weights, each once."""
+        return [self._qkv, self._output, *(self._qk_norms or ())]
+
+
+class Mlp:
+    """The gated feed-forward block."""
+
+    def __init__(self, config: DecoderConfig, name: str, weights: WeightFormat) -> None:
+        size = config.intermediate_size
+        self._gate_up = Linear(
+            f"{name}.gate_up_proj",
+            config.hidden_size,
+            {f"{name}.gate_proj": size, f"{name}.up_proj": size},
+            weights,
+            has_bias=config.has_mlp_bias,
+        )
+        down_name = f"{name}.down_proj"
+        self._down = Linear(down_name, size, {down_name: config.hidden_size}, weights, has_bias=config.has_mlp_bias)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """x and result [T, E]."""
+        return self._down(ctx.operators.silu_mul(self._gate_up(x)))
+
+    def weighted_layers(self) -> list[WeightedLayer]:
+        """Every layer that keeps weights, each once."""
+        return [self._gate_up, self._down]

@@ -1,0 +1,48 @@
+"""From a model's files to a decoder that is ready to run."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from aserve.kernels.operators import Operators
+from aserve.layers.weighted import WeightFormat
+from aserve.model_files import ModelFiles
+from aserve.models.config import DecoderConfig
+from aserve.models.decoder import Decoder
+from aserve.quantization.registry import resolve_quantization
+from aserve.weights.checkpoint import Checkpoint
+from aserve.weights.fill import fill
+from aserve.weights.gguf_file import GgufFile
+from aserve.weights.safetensors_folder import SafetensorsFolder
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A decoder with all its weights, and its shape."""
+
+    model: Decoder
+    config: DecoderConfig
+
+
+@torch.inference_mode()
+def load_model(
+    files: ModelFiles, *, device: torch.device, dtype: torch.dtype, quantization: str, operators: Operators
+) -> LoadedModel:
+    """Load ``files`` in one pass; ``quantization`` is "auto", "none", "int8" or a quant method's own name.
+
+    Raises ConfigError for a model that is not supported, WeightsError (a ConfigError) naming tensor and file for a
+    checkpoint that is incomplete or damaged.
+    """
+    checkpoint = open_checkpoint(files)
+    method = resolve_quantization(quantization, device, is_demo=files.is_demo)
+    model = Decoder(checkpoint.config, WeightFormat(method, dtype, device), operators)
+    fill(model, checkpoint)
+    return LoadedModel(model, checkpoint.config)
+
+
+def open_checkpoint(files: ModelFiles) -> Checkpoint:
+    """Open the model's files and check that they fit together; no weights are read."""
+    return GgufFile(files.path) if files.format == "gguf" else SafetensorsFolder(files.path)
