@@ -1,0 +1,347 @@
+"""The facade: one object that loads a model and answers requests on the event loop it was started in."""
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from aserve.config import EngineConfig, cache_folder
+from aserve.engine.collector import Collector
+from aserve.engine.output_stream import OutputStream
+from aserve.engine.parts import EngineParts, load_parts, run_in_thread
+from aserve.engine.process_tuning import ProcessTuning
+from aserve.engine.prompt_encoder import Prompt, PromptEncoder
+from aserve.engine.sink import Sink
+from aserve.engine.stats import EngineStats
+from aserve.engine.step_loop import StepLoop
+from aserve.engine.trace import TraceRing, make_scheduler
+from aserve.errors import AserveError, CapacityError, ClientError, EngineDeadError
+from aserve.metrics import Metrics
+from aserve.request import FinishReason, Request, RequestOutput, SamplingParams
+from aserve.runner.base import ModelRunner
+from aserve.scheduler.limits import Limits
+from aserve.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+WATCH_INTERVAL_S = 0.5
+
+
+class AsyncEngine:
+    """Load a model, then ``generate``; use as an async context manager or with ``start`` and ``stop``.
+
+    Everything but ``start``, ``stop``, ``drain`` and ``encode`` returns at once. All calls belong on the event
+    loop's thread.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        runner: ModelRunner | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """Take a runner or tokenizer that exists already, or leave both to ``config``."""
+        self.config = config or EngineConfig()
+        self.failure: Exception | None = None  # what ended the engine, if anything did
+        self.metrics = Metrics(self.config.served_model_name or self.config.model or "")
+        self._given = (runner, tokenizer)
+        self._parts: EngineParts | None = None
+        self._encoder: PromptEncoder | None = None
+        self._steps: StepLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._tuning = ProcessTuning()
+        self._is_draining = False
+        self._is_stopped = False
+        self._is_stall_reported = False
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    @property
+    def is_ready(self) -> bool:
+        """True while requests are accepted: warm, alive, not draining, and no step is stuck."""
+        return self._steps is not None and self.is_alive and not self._is_draining and not self.is_stalled
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the engine has failed or was stopped; True while it loads."""
+        return self.failure is None and not self._is_stopped
+
+    @property
+    def is_stalled(self) -> bool:
+        """True while the device has been at one step for longer than ``step_timeout_s``."""
+        return self._steps is not None and self._steps.waited_s() > self.config.step_timeout_s
+
+    @property
+    def is_draining(self) -> bool:
+        """True once ``drain`` was called."""
+        return self._is_draining
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self._loaded().model_name
+
+    @property
+    def limits(self) -> Limits:
+        """What the model on its device allows."""
+        return self._loaded().runner.limits
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._loaded().tokenizer
+
+    async def start(self) -> None:
+        """Load the model in a thread, run the warm-up steps and start the step loop.
+
+        Raises ConfigError if settings, model and machine do not go together.
+        """
+        if self._steps is not None or self._is_stopped:
+            raise EngineDeadError("an engine starts only once")
+        loading = run_in_thread(lambda: load_parts(self.config, *self._given), "aserve-load")
+        try:
+            parts = await asyncio.wrap_future(loading)
+        except asyncio.CancelledError:
+            loading.add_done_callback(_close_unwanted)
+            raise
+        self._tuning.apply()
+        limits = parts.runner.limits
+        settings = {
+            "limits": dataclasses.asdict(limits),
+            "eos_token_ids": sorted(parts.tokenizer.eos_token_ids),
+            "prefix_cache": self.config.prefix_cache,
+            "policy": self.config.policy,
+            "max_queued_requests": self.config.max_queued_requests,
+        }
+        scheduler = make_scheduler(settings)
+        trace = TraceRing(scheduler, settings, self.config.trace_steps)
+        self._parts = parts
+        self._encoder = PromptEncoder(parts.tokenizer, limits.max_model_len, parts.longest_token_bytes)
+        self._steps = StepLoop(
+            scheduler, parts.runner, self.metrics, trace, overlap=self.config.overlap, tuning=self._tuning
+        )
+        self.metrics.model_name = parts.model_name
+        self.metrics.add_source(lambda: self.stats().gauges())
+        self._task = asyncio.create_task(self._steps.run(self._fail), name="aserve-step-loop")
+        self._watch_steps()
+        logger.info("%s is ready: %s", parts.model_name, limits)
+
+    async def stop(self) -> None:
+        """End open requests with EngineDeadError and release the device. Idempotent."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._steps is None or self._task is None:
+            return
+        self._steps.stop()
+        await self._task
+        self._fail_open(EngineDeadError("the engine was stopped"), FinishReason.ABORT)
+        self._tuning.undo()
+        closing = asyncio.wrap_future(run_in_thread(self._close_parts, "aserve-close"))
+        try:
+            await asyncio.wait_for(asyncio.shield(closing), CLOSE_TIMEOUT_S)
+        except TimeoutError:
+            logger.error("the device did not finish its steps within %g s and is left alone", CLOSE_TIMEOUT_S)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield what is new until the request ends; leaving the generator early aborts the request.
+
+        ``prompt`` is text, token ids or chat messages. A consumer slower than the model gets fewer, longer outputs.
+        Raises ClientError, CapacityError or EngineDeadError.
+        """
+        arrival_time_s = time.monotonic()
+        token_ids = await self.encode(prompt)
+        request = Request(
+            request_id=request_id or uuid.uuid4().hex,
+            prompt_token_ids=tuple(token_ids),
+            params=params or SamplingParams(),
+            priority=priority,
+            arrival_time_s=arrival_time_s,
+        )
+        collector = Collector()
+        self.add(request, collector)
+        try:
+            finish_reason = None
+            while finish_reason is None:
+                output = await collector.get()
+                finish_reason = output.finish_reason
+                yield output
+        finally:
+            if not collector.is_finished:
+                self.abort(request.request_id)
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Return the token ids of a prompt, off the loop; raises ClientError if it is surely too long."""
+        self._check_accepting()
+        assert self._encoder is not None
+        return await self._encoder.encode(prompt, tools, add_generation_prompt)
+
+    def add(self, request: Request, sink: Sink) -> None:
+        """Queue ``request``; its outputs go straight to ``sink``.
+
+        Raises ClientError (the request is wrong or can never fit), CapacityError or EngineDeadError.
+        """
+        steps = self._check_accepting()
+        self._check_request(request, steps)
+        changes: dict[str, Any] = {}
+        if request.params.seed is None:  # resolved here, so that a trace can be replayed
+            changes["params"] = dataclasses.replace(request.params, seed=secrets.randbits(63))
+        if not request.arrival_time_s:
+            changes["arrival_time_s"] = time.monotonic()
+        request = dataclasses.replace(request, **changes) if changes else request
+        steps.add(request, OutputStream(request, sink, self.tokenizer, self.metrics))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; its sink gets a last output with finish reason ABORT. False if it is not open."""
+        stream = self._steps.abort(request_id) if self._steps is not None else None
+        if stream is None or stream.is_finished:
+            return False
+        self.metrics.num_aborts += 1
+        stream.abort(time.monotonic())
+        return True
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the open ones; fail those still open after ``timeout_s``.
+
+        Returns True if all of them ended by themselves.
+        """
+        self._is_draining = True
+        if self._steps is None:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._steps.is_empty.wait()
+        except TimeoutError:
+            self._fail_open(CapacityError("the server is shutting down"), FinishReason.ABORT)
+            return False
+        return self.is_alive
+
+    def stats(self) -> EngineStats:
+        """Return counts of requests, pages and steps."""
+        steps = self._running_steps()
+        scheduler = steps.scheduler.stats()
+        return EngineStats(
+            is_ready=self.is_ready,
+            is_alive=self.is_alive,
+            num_open=len(steps.streams),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_aborts=self.metrics.num_aborts,
+            num_steps=self.metrics.num_steps,
+            scheduler=scheduler,
+        )
+
+    def dump_trace(self, path: Path | None = None) -> Path:
+        """Write the recorded steps for ``aserve replay`` and return where; they contain the prompts' token ids.
+
+        Default: ``trace_file`` of the settings, else a file in the cache folder.
+        """
+        if path is None:
+            name = time.strftime("trace-%Y%m%d-%H%M%S.jsonl")
+            path = Path(self.config.trace_file) if self.config.trace_file else cache_folder() / "traces" / name
+        self._running_steps().trace.dump(path)
+        return path
+
+    def _loaded(self) -> EngineParts:
+        if self._parts is None:
+            raise CapacityError("the model is still loading")
+        return self._parts
+
+    def _running_steps(self) -> StepLoop:
+        if self._steps is None:
+            raise CapacityError("the model is still loading")
+        return self._steps
+
+    def _check_accepting(self) -> StepLoop:
+        """Return the step loop, or raise what a new request must be told."""
+        if self.failure is not None:
+            raise EngineDeadError("the engine has failed") from self.failure
+        if self._is_stopped:
+            raise EngineDeadError("the engine was stopped")
+        if self._is_draining:
+            raise CapacityError("the server is shutting down")
+        return self._running_steps()
+
+    def _check_request(self, request: Request, steps: StepLoop) -> None:
+        if request.request_id in steps.streams:
+            raise ClientError(f"request id {request.request_id!r} is in use", param="request_id")
+        if not {int}.issuperset(map(type, request.prompt_token_ids)):
+            raise ClientError("the prompt must be a list of integers", param="prompt")
+
+    def _fail(self, error: Exception) -> None:
+        """End every open request with the failure of a step, and leave a trace."""
+        self.failure = error
+        dead = EngineDeadError(f"the engine has failed: {error}")
+        dead.__cause__ = error
+        self._fail_open(dead, FinishReason.ERROR)
+        self._try_dump_trace()
+
+    def _fail_open(self, error: AserveError, reason: FinishReason) -> None:
+        """End all open requests with ``error``."""
+        assert self._steps is not None
+        now = time.monotonic()
+        for request_id in list(self._steps.streams):
+            # After a failure the scheduler's state cannot be trusted any more.
+            stream = self._steps.remove(request_id) if self.failure else self._steps.abort(request_id, reason)
+            if stream is not None and not stream.is_finished:
+                self.metrics.num_aborts += reason is FinishReason.ABORT
+                stream.fail(error, now, reason)
+
+    def _watch_steps(self) -> None:
+        """Look now and then whether the device still makes progress; report a stall once."""
+        if self.is_stalled and not self._is_stall_reported and self.is_alive:
+            logger.error("a step has not completed for %g s", self.config.step_timeout_s)
+            self._try_dump_trace()
+        self._is_stall_reported = self.is_stalled
+        interval_s = min(WATCH_INTERVAL_S, self.config.step_timeout_s / 4)
+        self._watch = asyncio.get_running_loop().call_later(interval_s, self._watch_steps)
+
+    def _try_dump_trace(self) -> None:
+        try:
+            logger.error("the last steps are in %s; see `aserve replay`", self.dump_trace())
+        except OSError as error:
+            logger.error("the last steps could not be written: %s", error)
+
+    def _close_parts(self) -> None:
+        assert self._parts is not None
+        assert self._encoder is not None
+        self._encoder.close()
+        self._parts.runner.close()
+
+
+def _close_unwanted(loading: "Future[EngineParts]") -> None:
+    """Close what a cancelled start has loaded."""
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().runner.close()

@@ -1,0 +1,79 @@
+"""What an engine is made of before it can run, found and built in one blocking call."""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from aserve.config import EngineConfig
+from aserve.model_files import ModelFiles
+from aserve.runner.base import ModelRunner
+from aserve.tokenizer.tokenizer import Tokenizer
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """A warm runner and what turns text into its tokens."""
+
+    runner: ModelRunner
+    tokenizer: Tokenizer
+    model_name: str
+    longest_token_bytes: int
+
+
+def load_parts(config: EngineConfig, runner: ModelRunner | None, tokenizer: Tokenizer | None) -> EngineParts:
+    """Locate and load the model, unless ``runner`` and ``tokenizer`` are given, and run the warm-up steps."""
+    name = config.served_model_name or config.model or "scripted"
+    if runner is None or tokenizer is None:
+        files = _locate(config)
+        name = config.served_model_name or files.name
+        tokenizer = tokenizer or _load_tokenizer(files)
+        runner = runner or _build_runner(config, files, tokenizer.eos_token_ids)
+    try:
+        runner.warm_up()
+        longest = max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
+    except BaseException:
+        runner.close()
+        raise
+    return EngineParts(runner, tokenizer, name, longest)
+
+
+# The modules behind these load tokenizers and torch, which `import aserve` must not.
+
+
+def _locate(config: EngineConfig) -> ModelFiles:
+    from aserve.model_files import locate_model
+
+    return locate_model(config)
+
+
+def _load_tokenizer(files: ModelFiles) -> Tokenizer:
+    from aserve.tokenizer.load import load_tokenizer
+
+    return load_tokenizer(files)
+
+
+def _build_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: frozenset[int]) -> ModelRunner:
+    from aserve.runner.build import build_runner
+
+    return build_runner(config, files, eos_token_ids)
+
+
+def run_in_thread(function: Callable[[], T], name: str) -> "Future[T]":
+    """Call ``function`` in a thread of its own that does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        future.set_running_or_notify_cancel()
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return future

@@ -1,0 +1,303 @@
+"""The facade on a scripted device: what callers see in every ending of a request."""
+
+import asyncio
+import gc
+import sys
+
+import pytest
+from doubles_engine import (
+    EOS,
+    LIMITS,
+    LetterTokenizer,
+    RecordingSink,
+    ScriptedRunner,
+    letters,
+    request,
+    running_engine,
+    settle,
+    speak,
+    until,
+)
+
+from aserve.config import EngineConfig
+from aserve.engine.async_engine import AsyncEngine
+from aserve.errors import CapacityError, ClientError, EngineDeadError
+from aserve.request import FinishReason, SamplingParams
+from aserve.runner.scripted import RowFailure
+
+
+async def collect(engine, prompt, params=None, **options):
+    return [output async for output in engine.generate(prompt, params, **options)]
+
+
+async def test_text_comes_in_order_and_ends_by_eos():
+    async with running_engine(ScriptedRunner(LIMITS, speak("hello", 3))) as engine:
+        outputs = await collect(engine, "abc")
+    assert "".join(output.text for output in outputs) == "hello"
+    assert [token for output in outputs for token in output.token_ids] == [*map(ord, "hello"), EOS]
+    last = outputs[-1]
+    assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, None)
+    assert (last.num_prompt_tokens, last.num_output_tokens, last.num_cached_tokens) == (3, 6, 0)
+
+
+async def test_prompts_may_be_text_token_ids_or_messages():
+    async with running_engine(ScriptedRunner(LIMITS, letters)) as engine:
+        params = SamplingParams(max_tokens=4)
+        texts = [
+            "".join([output.text for output in await collect(engine, prompt, params)])
+            for prompt in ("ab\nc\n", [97, 98, 10, 99, 10], [{"role": "user", "content": "ab"}, {"content": "c"}])
+        ]
+    assert len(texts[0]) == 4
+    assert texts == [texts[0]] * 3
+
+
+async def test_many_at_once_get_what_each_gets_alone():
+    prompts = [chr(97 + number) * (number % 7 + 1) for number in range(20)]
+    params = SamplingParams(max_tokens=30)
+    async with running_engine(ScriptedRunner(LIMITS, letters)) as engine:
+        alone = [await collect(engine, prompt, params) for prompt in prompts]
+        together = await asyncio.gather(*(collect(engine, prompt, params) for prompt in prompts))
+    join = [["".join(output.text for output in outputs) for outputs in run] for run in (alone, together)]
+    assert join[0] == join[1]
+
+
+async def test_leaving_the_generator_aborts_once_and_a_normal_end_does_not():
+    runner = ScriptedRunner(LIMITS, letters)
+    async with running_engine(runner) as engine:
+        for num_chunks in (0, 1, 5) * 5:
+            stream = engine.generate("abc", SamplingParams(max_tokens=400))
+            for _ in range(num_chunks):
+                await anext(stream)
+            await stream.aclose()
+        assert engine.stats().num_aborts == 10  # a generator that was never started has asked for nothing
+        for _ in range(50):
+            await collect(engine, "abc", SamplingParams(max_tokens=2))
+        stats = engine.stats()
+        assert (stats.num_aborts, stats.num_open, stats.num_running, stats.num_waiting) == (10, 0, 0, 0)
+        await until(lambda: not engine._steps.num_in_flight)
+        stats = engine.stats().scheduler
+        assert stats.num_held_pages == 0
+
+
+async def test_cancelling_the_consumer_aborts():
+    runner = ScriptedRunner(LIMITS, letters, step_time_s=None)
+    async with running_engine(runner) as engine:
+        task = asyncio.create_task(collect(engine, [97]))
+        await settle()
+        assert engine.stats().num_running == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (engine.stats().num_open, engine.stats().num_aborts) == (0, 1)
+        while runner.launched:
+            runner.complete_next()
+            await settle()
+
+
+async def test_abort_is_idempotent_and_tells_the_sink_once():
+    runner = ScriptedRunner(LIMITS, speak("abcdef", 1), step_time_s=None)
+    async with running_engine(runner) as engine:
+        sink = RecordingSink()
+        engine.add(request("r", "x", stop=["cdz"]), sink)
+        for _ in range(4):
+            await settle()
+            runner.complete_next()
+        await settle()
+        assert sink.text == "ab"  # "cd" may become the stop string
+        assert engine.abort("r") is True
+        assert engine.abort("r") is False
+        assert (sink.text, sink.finish_reason) == ("abcd", FinishReason.ABORT)
+        assert engine.abort("unknown") is False
+        while runner.launched:
+            runner.complete_next()
+            await settle()
+        assert engine.stats().num_aborts == 1
+        assert engine.metrics.finished[FinishReason.ABORT] == 1
+
+
+async def test_a_slow_consumer_gets_merged_outputs_and_loses_nothing():
+    async with running_engine(ScriptedRunner(LIMITS, letters)) as engine:
+        params = SamplingParams(max_tokens=300, logprobs=1)
+        whole = await collect(engine, "abc", params)
+        stream = engine.generate("abc", params)
+        outputs = [await anext(stream)]
+        await until(lambda: not engine.stats().num_open)
+        outputs += [output async for output in stream]
+    assert len(outputs) <= 3
+    assert outputs[-1].num_output_tokens == 300
+    for field in ("text", "token_ids", "logprobs"):
+        joined = [[item for output in run for item in getattr(output, field)] for run in (whole, outputs)]
+        assert joined[0] == joined[1], field
+
+
+async def test_one_rows_failure_is_its_own():
+    def script(tokens, position):
+        if tokens[0] == ord("x") and position == 5:
+            raise RowFailure("no token has a finite score")
+        return letters(tokens, position)
+
+    async with running_engine(ScriptedRunner(LIMITS, script)) as engine:
+        sinks = {prompt: RecordingSink() for prompt in ("abc", "xyz")}
+        for prompt, sink in sinks.items():
+            engine.add(request(prompt, prompt, max_tokens=20), sink)
+        await until(lambda: not engine.stats().num_open)
+        assert str(sinks["xyz"].error) == "no token has a finite score"
+        assert len(sinks["xyz"].token_ids) == 2
+        assert sinks["abc"].finish_reason is FinishReason.LENGTH
+        assert (engine.is_alive, engine.is_ready) == (True, True)
+        assert engine.metrics.finished[FinishReason.ERROR] == 1
+
+
+async def test_a_failed_step_fails_everyone_at_once_and_leaves_a_trace(tmp_path):
+    runner = ScriptedRunner(LIMITS, letters)
+    runner.fail_step(5, RuntimeError("the device is gone"))
+    trace = tmp_path / "trace.jsonl"
+    async with running_engine(runner, trace_file=str(trace), max_queued_requests=50) as engine:
+        sinks = [RecordingSink() for _ in range(20)]  # eight run, the others wait
+        for number, sink in enumerate(sinks):
+            engine.add(request(str(number), "abc"), sink)
+        consumer = asyncio.create_task(collect(engine, "abc"))
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            await consumer
+        assert all(isinstance(sink.error, EngineDeadError) for sink in sinks)
+        assert (engine.is_alive, engine.is_ready) == (False, False)
+        assert str(engine.failure) == "the device is gone"
+        with pytest.raises(EngineDeadError) as caught:
+            engine.add(request("late", "abc"), RecordingSink())
+        assert caught.value.__cause__ is engine.failure
+        assert engine.stats().num_open == 0
+    assert trace.stat().st_size > 0
+
+
+async def test_a_launch_that_raises_ends_the_engine_too():
+    runner = ScriptedRunner(LIMITS, letters)
+
+    def launch(plan):
+        raise MemoryError("no room")
+
+    runner.launch = launch
+    async with running_engine(runner, trace_file="/nonexistent/trace") as engine:
+        with pytest.raises(EngineDeadError, match="no room"):
+            await collect(engine, "abc")
+
+
+async def test_a_step_that_never_returns_is_noticed(tmp_path):
+    runner = ScriptedRunner(LIMITS, letters)
+    runner.stall_from(3)
+    trace = tmp_path / "trace.jsonl"
+    async with running_engine(runner, step_timeout_s=0.1, trace_file=str(trace)) as engine:
+        assert engine.is_ready
+        consumer = asyncio.create_task(collect(engine, "abc"))
+        await until(lambda: not engine.is_ready and trace.exists())
+        assert engine.is_alive
+        assert engine.is_stalled
+        consumer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await consumer
+
+
+async def test_drain_refuses_new_requests_and_lets_running_ones_end():
+    async with running_engine(ScriptedRunner(LIMITS, letters, step_time_s=0.002)) as engine:
+        running = asyncio.create_task(collect(engine, "abc", SamplingParams(max_tokens=20)))
+        await asyncio.sleep(0.01)
+        draining = asyncio.create_task(engine.drain(5))
+        await settle()
+        assert not engine.is_ready
+        with pytest.raises(CapacityError, match="shutting down"):
+            await collect(engine, "abc")
+        assert await draining is True
+        assert (await running)[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_drain_ends_what_does_not_end_by_itself():
+    async with running_engine(ScriptedRunner(LIMITS, letters, step_time_s=0.002)) as engine:
+        running = asyncio.create_task(collect(engine, "abc"))
+        await asyncio.sleep(0.01)
+        assert await engine.drain(0.05) is False
+        with pytest.raises(CapacityError):
+            await running
+        assert engine.stats().num_aborts == 1
+
+
+async def test_stop_ends_open_requests_and_is_idempotent():
+    runner = ScriptedRunner(LIMITS, letters, step_time_s=0.002)
+    engine = AsyncEngine(EngineConfig(), runner=runner, tokenizer=LetterTokenizer())
+    await engine.stop()  # before a start there is nothing to do
+    engine = AsyncEngine(EngineConfig(), runner=runner, tokenizer=LetterTokenizer())
+    assert engine.is_alive
+    assert not engine.is_ready
+    with pytest.raises(CapacityError, match="loading"):
+        engine.add(request("early", "abc"), RecordingSink())
+    await engine.start()
+    running = asyncio.create_task(collect(engine, "abc"))
+    await asyncio.sleep(0.01)
+    await engine.stop()
+    await engine.stop()
+    with pytest.raises(EngineDeadError, match="stopped"):
+        await running
+    with pytest.raises(EngineDeadError):
+        await collect(engine, "abc")
+    assert runner.is_closed
+    assert not engine.is_alive
+
+
+async def test_what_the_process_had_is_restored():
+    before = sys.getswitchinterval(), gc.isenabled(), gc.get_freeze_count()
+    async with running_engine(ScriptedRunner(LIMITS, letters, step_time_s=0.001)) as engine:
+        assert sys.getswitchinterval() == pytest.approx(0.0005)
+        assert gc.get_freeze_count() > 1000
+        stream = engine.generate("abc")
+        await anext(stream)
+        assert not gc.isenabled()
+        await stream.aclose()
+        await until(lambda: not engine._steps.num_in_flight)
+        await settle()
+        assert gc.isenabled()
+    assert (sys.getswitchinterval(), gc.isenabled(), gc.get_freeze_count()) == before
+
+
+@pytest.mark.parametrize(
+    ("prompt", "word"),
+    [
+        ("", "no tokens"),
+        ([], "no tokens"),
+        ([256], "outside"),
+        ([-1], "outside"),
+        ([2**63], "outside"),
+        ([1.5], "integers"),
+        ([True], "integers"),
+        ([97] * 512, "512"),
+        ([97] * 10**6, "1000000 tokens"),
+        ("a" * 4_000_000, "4000000 characters"),
+        ([{"content": "a" * 4_000_000}], "4000000 characters"),
+        ([{"content": "a"}] * 200_000, "200000 messages"),
+    ],
+)
+async def test_bad_prompts_are_refused_and_the_engine_goes_on(prompt, word):
+    async with running_engine(ScriptedRunner(LIMITS, letters)) as engine:
+        with pytest.raises(ClientError, match=word):
+            await collect(engine, prompt)
+        assert len(await collect(engine, "abc", SamplingParams(max_tokens=3))) >= 1
+
+
+async def test_bad_parameters_are_refused():
+    async with running_engine(ScriptedRunner(LIMITS, letters)) as engine:
+        with pytest.raises(ClientError, match="stop_token_ids"):
+            await collect(engine, "abc", SamplingParams(stop_token_ids=(256,)))
+        sink = RecordingSink()
+        engine.add(request("twice", "abc"), sink)
+        with pytest.raises(ClientError, match="in use"):
+            engine.add(request("twice", "abc"), RecordingSink())
+        engine.abort("twice")
+
+
+async def test_a_full_queue_refuses():
+    runner = ScriptedRunner(LIMITS, letters, step_time_s=None)
+    async with running_engine(runner, max_queued_requests=3) as engine:
+        for number in range(3):
+            engine.add(request(str(number), "abc"), RecordingSink())
+        with pytest.raises(CapacityError) as caught:
+            engine.add(request("one more", "abc"), RecordingSink())
+        assert caught.value.status in (429, 503)
+        for number in range(3):
+            engine.abort(str(number))
