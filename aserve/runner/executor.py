@@ -1,0 +1,90 @@
+"""One step from plan to sampled tokens, on one device and one thread; knows nothing of launching or futures."""
+
+import time
+from collections.abc import Set
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.attention.base import AttentionBackend, LayerKV
+from aserve.attention.context import ForwardContext
+from aserve.kernels.operators import Operators
+from aserve.models.decoder import Decoder
+from aserve.runner.inputs import InputBuffers, StepInputs
+from aserve.runner.prompt_scores import PromptScores
+from aserve.runner.tables import DeviceTables
+from aserve.sampling.sampler import Sampler
+from aserve.scheduler.plan import StepPlan, StepTokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceParts:
+    """What a step runs on; sized for ``max_num_seqs`` rows and ``num_pages`` pages beside the dummy ones."""
+
+    model: Decoder
+    backend: AttentionBackend
+    operators: Operators
+    layers_kv: list[LayerKV]
+    device: torch.device
+    max_num_seqs: int
+    max_model_len: int
+    max_num_tokens: int  # of one step
+    num_pages: int
+    page_size: int
+
+
+class StepExecutor:
+    """Owns the tables and the sampler; all calls come from one thread, one step after the other."""
+
+    def __init__(self, parts: DeviceParts, eos_token_ids: Set[int]) -> None:
+        vocab_size = parts.model.config.vocab_size
+        self._parts = parts
+        self._tables = DeviceTables(
+            max_num_seqs=parts.max_num_seqs,
+            max_model_len=parts.max_model_len,
+            page_size=parts.page_size,
+            num_pages=parts.num_pages,
+            device=parts.device,
+        )
+        self._buffers = InputBuffers(parts.max_num_seqs, parts.max_num_tokens)
+        self._sampler = Sampler(parts.max_num_seqs + 1, vocab_size, eos_token_ids, parts.device)
+        self._prompt_scores = PromptScores(parts.model, self._tables.token_pool)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepTokens:
+        """Run ``plan`` and bring its tokens to the host."""
+        started_at_s = time.perf_counter()
+        self._update(plan)
+        tokens = self._run(plan) if plan.rows else StepTokens(plan.step_id, [])
+        tokens.step_time_s = time.perf_counter() - started_at_s
+        return tokens
+
+    def _update(self, plan: StepPlan) -> None:
+        self._tables.update(plan)
+        for start in plan.row_starts:
+            self._sampler.start_row(start)
+            self._prompt_scores.start_row(start)
+
+    def _run(self, plan: StepPlan) -> StepTokens:
+        inputs = self._buffers.fill(plan)
+        hidden = self._forward(plan, inputs)
+        prompt_logprobs = self._prompt_scores.score(plan, inputs, hidden)
+        tokens = self._sample(plan, inputs, hidden) if inputs.sampled_seqs.size else StepTokens(plan.step_id, [])
+        tokens.prompt_logprobs = prompt_logprobs
+        return tokens
+
+    def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
+        parts = self._parts
+        token_ids, batch = self._tables.gather(inputs, plan)
+        ctx = ForwardContext(batch, parts.backend, parts.backend.plan(batch), parts.layers_kv, parts.operators)
+        return parts.model.forward(token_ids, ctx)
+
+    def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> StepTokens:
+        rows = inputs.rows[inputs.sampled_seqs].astype(np.int64)
+        positions = inputs.key_lens[inputs.sampled_seqs].astype(np.int64)
+        logits = self._parts.model.compute_logits(hidden[self._tables.upload(inputs.sampled_tokens)])
+        sampled = self._sampler.sample(logits, rows, positions)
+        self._tables.store_sampled(rows, positions, sampled.token_ids)
+        return sampled.read(plan.step_id)

@@ -1,0 +1,72 @@
+"""The tensors behind the page numbers: keys and values of every layer, and how many pages there are."""
+
+from dataclasses import dataclass
+
+import torch
+
+from aserve.attention.base import AttentionBackend, LayerKV
+from aserve.errors import ConfigError
+
+NUM_DUMMY_PAGES = 1  # at the end of the pool; the dummy row points at them, the scheduler does not know them
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape of what one token leaves behind."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page: keys and values of all layers."""
+        return 2 * self.num_layers * self.page_elements(page_size) * self.dtype.itemsize
+
+    def page_elements(self, page_size: int) -> int:
+        """Elements of one page in one layer's keys (or values)."""
+        return page_size * self.num_kv_heads * self.head_dim
+
+
+def count_pages(layout: KVLayout, page_size: int, memory_gib: float) -> int:
+    """Return how many pages fit into ``memory_gib``, the dummy pages taken off. Raises ConfigError if none does."""
+    num_pages = int(memory_gib * GIB) // layout.page_bytes(page_size) - NUM_DUMMY_PAGES
+    if num_pages < 1:
+        raise ConfigError(
+            f"kv_memory_gib {memory_gib:g} holds no page: one takes {layout.page_bytes(page_size)} bytes, "
+            f"and {NUM_DUMMY_PAGES} more are needed for padding"
+        )
+    return num_pages
+
+
+def check_offsets(layout: KVLayout, page_size: int, num_pages: int, backend: AttentionBackend) -> None:
+    """Raise ConfigError if the pool has an element that ``backend`` cannot address, or page numbers overflow int32."""
+    total_pages = num_pages + NUM_DUMMY_PAGES
+    last_offset = total_pages * layout.page_elements(page_size) - 1
+    limit = (1 << (backend.offset_bits - 1)) - 1
+    if last_offset > limit:
+        most = (limit + 1) // layout.page_elements(page_size) - NUM_DUMMY_PAGES
+        raise ConfigError(
+            f"attention backend {backend.name!r} has {backend.offset_bits}-bit offsets and cannot address "
+            f"{num_pages} pages of {page_size} tokens; the most is num_pages={most}"
+        )
+    if total_pages > 2**31 - 1:
+        raise ConfigError(f"num_pages {num_pages} does not fit the page table's 32-bit numbers")
+
+
+def gpu_memory_gib(device: torch.device, fraction: float) -> float:
+    """Return what is left for KV pages of ``fraction`` of the GPU's memory, in GiB; weights are loaded already."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return max(0.0, free_bytes - (1 - fraction) * total_bytes) / GIB
+
+
+def allocate_pool(layout: KVLayout, page_size: int, num_pages: int) -> list[LayerKV]:
+    """Return zeroed pages for every layer, the dummy pages included."""
+    shape = (num_pages + NUM_DUMMY_PAGES, page_size, layout.num_kv_heads, layout.head_dim)
+
+    def zeros() -> torch.Tensor:
+        return torch.zeros(shape, dtype=layout.dtype, device=layout.device)
+
+    return [LayerKV(zeros(), zeros()) for _ in range(layout.num_layers)]
