@@ -44,7 +44,7 @@ class Sequence:
     next_event: int = 0  # the num_computed at which a decode needs a page or may not go on
     last_step: int = 0  # the last launched step that contains it
     repointed: list[tuple[int, int]] = field(default_factory=list)  # (page index, duplicate still owned)
-    num_cached_tokens: int | None = None  # set at the first admission
+    num_cached_tokens: int = 0  # found in the prefix cache at its first start
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None: not asked for, or delivered
 
     @property
