@@ -32,6 +32,7 @@ class ServerState:
         self.heartbeat = Heartbeat(
             keep_alive_s=config.server.keep_alive_s, stall_timeout_s=config.server.stall_timeout_s
         )
+        self.max_body_bytes = int(config.server.max_body_mib * 2**20)
         self.is_draining = False
         self._connections: set[OpenConnection] = set()
 

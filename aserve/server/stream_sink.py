@@ -99,7 +99,7 @@ class Outlet:
 class StreamSink:
     """The engine's sink of one streamed request. ``on_end`` is called once, after the last frame was written."""
 
-    __slots__ = ("_builder", "_error", "_is_ended", "_on_end", "_outlet", "_pending", "_pending_bytes")
+    __slots__ = ("_builder", "_error", "_is_ended", "_on_end", "_outlet", "_pending", "_pending_bytes", "has_failed")
 
     def __init__(self, outlet: Outlet, builder: FrameBuilder, on_end: Callable[[], None]) -> None:
         self._outlet = outlet
@@ -109,9 +109,12 @@ class StreamSink:
         self._pending_bytes = 0
         self._error: AserveError | None = None
         self._is_ended = False
+        self.has_failed = False
 
     def put(self, output: RequestOutput) -> None:
         """Write ``output`` at once while the peer keeps up, else merge it with what waits."""
+        if self._is_ended or self._error is not None:  # aborted after ``fail``
+            return
         if self._pending is None and self._outlet.is_writable:
             self._write(output)
             return
@@ -126,6 +129,8 @@ class StreamSink:
 
     def fail(self, error: AserveError) -> None:
         """End the stream with an error frame."""
+        if self._is_ended:
+            return
         self._error = error
         if self._pending is None and self._outlet.is_writable:
             self._write_failure(error)
@@ -151,6 +156,7 @@ class StreamSink:
             self._end()
 
     def _write_failure(self, error: AserveError) -> None:
+        self.has_failed = True
         for frame in self._builder.failure_frames(error):
             self._outlet.write(frame)
         self._end()

@@ -1,0 +1,217 @@
+"""The fields of /v1/chat/completions and /v1/completions, checked and turned into what the engine takes; no I/O.
+
+``null`` means absent. Fields stand in one of three lists: those with an effect are attributes of the bodies below;
+those in ACCEPTED_WITHOUT_EFFECT change nothing for a text model on one server; those in HARMLESS and REFUSED would
+change the answer, so their use is refused by name. Fields in no list are ignored, with one line in the debug log.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from aserve.errors import ClientError
+from aserve.request import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_CHOICES = 128  # of one prompt
+MAX_ANSWERS = 1024  # prompts x choices
+MAX_STOP_TOKEN_IDS = 128
+DEFAULT_COMPLETION_TOKENS = 16
+SEED_PERIOD = 2**64
+
+ACCEPTED_WITHOUT_EFFECT = frozenset({
+    "metadata", "moderation", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
+})  # fmt: skip
+
+HARMLESS: dict[str, Callable[[Any], bool]] = {  # field -> is this value one that asks for nothing?
+    "tools": lambda value: value == [],
+    "functions": lambda value: value == [],
+    "tool_choice": lambda value: value in ("none", "auto"),
+    "function_call": lambda value: value in ("none", "auto"),
+    "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
+    "modalities": lambda value: value == ["text"],
+    "suffix": lambda value: value == "",
+    "use_beam_search": lambda value: value is False,
+}
+REFUSED = frozenset({
+    "audio", "bad_words", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema",
+    "regex", "structured_outputs", "web_search_options",
+})  # fmt: skip
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream reports besides text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class CommonBody(msgspec.Struct, kw_only=True):
+    """Fields of both endpoints. Ranges that SamplingParams checks are not repeated here."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = msgspec.field(default_factory=dict)
+    seed: int | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] = msgspec.field(default_factory=list)
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] = msgspec.field(default_factory=list)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+
+
+SAME_NAME = (
+    "min_tokens", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
+
+
+class ChatBody(CommonBody, kw_only=True):
+    """Body of a chat completion; ``messages`` are checked in ``messages.py``."""
+
+    messages: list[Any]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class CompletionBody(CommonBody, kw_only=True):
+    """Body of a text completion; ``prompt`` is checked in ``completions.py``."""
+
+    prompt: Any
+    echo: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What is asked for, whatever the endpoint."""
+
+    params: SamplingParams
+    model: str | None
+    n: int
+    priority: int
+    is_streamed: bool
+    include_usage: bool
+    continuous_usage: bool
+
+    def params_of(self, choice: int) -> SamplingParams:
+        """Return the parameters of one of the ``n`` choices: seeds count up, so that choices differ."""
+        if choice == 0 or self.params.seed is None:
+            return self.params
+        seed = self.params.seed + choice
+        return replace(self.params, seed=seed if seed < SEED_PERIOD else seed - SEED_PERIOD)
+
+
+def parse_chat(body: Mapping[str, Any], vocab_size: int) -> tuple[list[Any], AnswerOptions]:
+    """Return the messages, unchecked, and the options; raise ClientError that names the field at fault."""
+    fields = convert_body(body, ChatBody)
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise ClientError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
+    if max_tokens is not None and max_tokens < 1:
+        name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
+        raise ClientError(f"{name} must be at least 1, got {max_tokens}", param=name)
+    params = _sampling(
+        fields, vocab_size, max_tokens=max_tokens, logprobs=(fields.top_logprobs or 0) if fields.logprobs else None
+    )
+    return fields.messages, _options(fields, params)
+
+
+def parse_completion(body: Mapping[str, Any], vocab_size: int) -> tuple[CompletionBody, AnswerOptions]:
+    """Return the fields and the options; raise ClientError that names the field at fault."""
+    fields = convert_body(body, CompletionBody)
+    if fields.best_of is not None and fields.best_of != fields.n:
+        raise ClientError("best_of other than n is not supported", param="best_of", code="unsupported_parameter")
+    params = _sampling(
+        fields,
+        vocab_size,
+        max_tokens=DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens,
+        logprobs=fields.logprobs,
+        prompt_logprobs=fields.logprobs if fields.echo else None,
+    )
+    return fields, _options(fields, params)
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def convert_body(body: Mapping[str, Any], kind: type[Body]) -> Body:
+    """Return ``body`` as ``kind``; nulls count as absent."""
+    fields = {name: value for name, value in body.items() if value is not None}
+    _refuse_unsupported(fields)
+    known = kind.__struct_fields__
+    if unknown := [name[:64] for name in fields if name not in known and name not in ACCEPTED_WITHOUT_EFFECT]:
+        logger.debug("ignoring unknown fields: %s", unknown[:20])
+    if isinstance(options := fields.get("stream_options"), dict):
+        fields["stream_options"] = {name: value for name, value in options.items() if value is not None}
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _client_error(error) from None
+
+
+def _client_error(error: msgspec.ValidationError) -> ClientError:
+    message = str(error)
+    found = re.search(r"\$\.(\w+)", message) or re.search(r"required field `(\w+)`", message)
+    return ClientError(message, param=found.group(1) if found else None)
+
+
+def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    for name, is_harmless in HARMLESS.items():
+        if name in fields and not is_harmless(fields[name]):
+            raise ClientError(f"{name} is not supported", param=name, code="unsupported_parameter")
+    if refused := sorted(REFUSED & fields.keys()):
+        raise ClientError(f"{refused[0]} is not supported", param=refused[0], code="unsupported_parameter")
+
+
+def _sampling(fields: CommonBody, vocab_size: int, **others: Any) -> SamplingParams:
+    params = SamplingParams(
+        top_k=min(fields.top_k, vocab_size),
+        logit_bias=_logit_bias(fields.logit_bias),
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
+        stop_token_ids=tuple(fields.stop_token_ids),
+        **{name: getattr(fields, name) for name in SAME_NAME},
+        **others,
+    )
+    params.check_vocabulary(vocab_size)
+    return params
+
+
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): value for token_id, value in bias.items()}
+    except ValueError:
+        raise ClientError("logit_bias must map token ids to numbers", param="logit_bias") from None
+
+
+def _options(fields: CommonBody, params: SamplingParams) -> AnswerOptions:
+    return AnswerOptions(
+        params=params,
+        model=fields.model,
+        n=fields.n,
+        priority=fields.priority,
+        is_streamed=fields.stream,
+        include_usage=fields.stream_options.include_usage,
+        continuous_usage=fields.stream_options.continuous_usage_stats,
+    )
