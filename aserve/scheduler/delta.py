@@ -16,9 +16,9 @@ class SequenceDelta:
 
     request_id: str
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    prompt_logprobs: list[TokenLogprobs | None] | None
-    finish_reason: FinishReason | None
-    stop_token_id: int | None
     num_cached_tokens: int
-    error: str | None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None

@@ -192,19 +192,12 @@ class Scheduler:
                 continue
             token_ids = seq.token_ids
             token_ids.append(token_id)
-            entry = logprobs[place] if logprobs else None
-            delta = SequenceDelta(
-                request_id=seq.request.request_id,
-                token_ids=[token_id],
-                logprobs=None if entry is None else [entry],
-                prompt_logprobs=seq.prompt_logprobs,
-                finish_reason=None,
-                stop_token_id=None,
-                num_cached_tokens=seq.num_cached_tokens,
-                error=None,
-            )
-            seq.prompt_logprobs = None
+            delta = SequenceDelta(seq.request.request_id, [token_id], seq.num_cached_tokens)
             deltas.append(delta)
+            if logprobs is not None and (entry := logprobs[place]) is not None:
+                delta.logprobs = [entry]
+            if seq.prompt_logprobs is not None:
+                delta.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
             if len(token_ids) >= seq.max_len or token_id in seq.stop_token_ids or place in errors:
                 self._judge(seq, delta, errors.get(place))
         return deltas
