@@ -14,7 +14,6 @@ from aserve.server.collect_sink import CollectSink
 from aserve.server.generation import collect, send_json, stream
 from aserve.server.json_body import read_json
 from aserve.server.logprobs import TokenNames, chat_logprobs
-from aserve.server.messages import normalize_messages
 from aserve.server.schema import parse_chat
 from aserve.server.state import ServerState
 from aserve.server.usage import UsageTally
@@ -32,7 +31,7 @@ class ChatCompletions:
         body = await read_json(scope, receive, state.max_body_bytes)
         messages, options = parse_chat(body, state.engine.limits.vocab_size)
         model = state.check_model(options.model)
-        prompt_ids = tuple(await state.engine.encode(normalize_messages(messages)))
+        prompt_ids = tuple(await state.engine.encode(messages))
         kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
         head = AnswerHead("chatcmpl", kind, model, options, UsageTally(options.n))
         requests = [_request(head, prompt_ids, choice) for choice in range(options.n)]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from aserve.request import TokenLogprobs
-from aserve.tokenizer.base import Tokenizer
+from aserve.tokenizer.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 

@@ -11,9 +11,8 @@ from starlette.types import Receive, Scope, Send
 from aserve.errors import ClientError
 from aserve.server.generation import send_json
 from aserve.server.json_body import read_json
-from aserve.server.messages import normalize_messages
 from aserve.server.prompts import parse_prompts
-from aserve.server.schema import convert_body
+from aserve.server.schema import Messages, convert_body
 from aserve.server.state import ServerState
 
 JsonAnswer = Callable[[Scope, Receive], Awaitable[Any]]
@@ -35,7 +34,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Any] | None = None
+    messages: Messages | None = None
     add_generation_prompt: bool = True
 
 
@@ -76,8 +75,7 @@ async def tokenize(state: ServerState, scope: Scope, receive: Receive) -> dict[s
     if (fields.prompt is None) == (fields.messages is None):
         raise ClientError("give either prompt or messages", param="prompt")
     if fields.messages is not None:
-        messages = normalize_messages(fields.messages)
-        token_ids = await state.engine.encode(messages, add_generation_prompt=fields.add_generation_prompt)
+        token_ids = await state.engine.encode(fields.messages, add_generation_prompt=fields.add_generation_prompt)
     else:
         token_ids = await state.engine.encode(fields.prompt or "")
     return {"tokens": token_ids, "count": len(token_ids), "max_model_len": state.engine.limits.max_model_len}

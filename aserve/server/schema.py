@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 MAX_CHOICES = 128  # of one prompt
 MAX_ANSWERS = 1024  # prompts x choices
 MAX_STOP_TOKEN_IDS = 128
+MAX_MESSAGES = 4096
 DEFAULT_COMPLETION_TOKENS = 16
 SEED_PERIOD = 2**64
 
@@ -44,6 +45,9 @@ REFUSED = frozenset({
     "audio", "bad_words", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema",
     "regex", "structured_outputs", "web_search_options",
 })  # fmt: skip
+
+
+Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -86,16 +90,16 @@ SAME_NAME = (
 
 
 class ChatBody(CommonBody, kw_only=True):
-    """Body of a chat completion; ``messages`` are checked in ``messages.py``."""
+    """Body of a chat completion; what is in the messages is for the tokenizer's template to check."""
 
-    messages: list[Any]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class CompletionBody(CommonBody, kw_only=True):
-    """Body of a text completion; ``prompt`` is checked in ``completions.py``."""
+    """Body of a text completion; ``prompt`` is checked in ``prompts.py``."""
 
     prompt: Any
     echo: bool = False
