@@ -1,8 +1,19 @@
 """Where a model's files are and what kind they are; knows no tensors and no tokenizer."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from aserve.config import EngineConfig
+from aserve.errors import ConfigError
+
+HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>.+))?")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLE_REFUSAL = (
+    "its weights are only there as pickles ({names}), which can run any code when they are loaded; "
+    "convert them to safetensors"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,3 +24,58 @@ class ModelFiles:
     format: Literal["gguf", "safetensors"]
     name: str  # what clients call it unless --served-model-name says otherwise
     is_demo: bool = False
+
+
+def locate_model(config: EngineConfig) -> ModelFiles:
+    """Return the files of ``config.model``: the demo model, a local path, or a hub id, which is downloaded.
+
+    A GGUF file in a hub repository is named as ``org/name:file.gguf``. Raises ConfigError saying what is wrong.
+    """
+    if config.model is None:
+        # Imported here, since both modules build on ModelFiles.
+        from aserve.demo_model import find_demo_model
+
+        return find_demo_model()
+    path = Path(config.model).expanduser()
+    if path.exists():
+        if config.revision is not None:
+            raise ConfigError(f"a revision ({config.revision}) only makes sense with a hub id; {path} is local")
+        return _locate_local(path)
+    match = HUB_ID.fullmatch(config.model)
+    if match is None:
+        raise ConfigError(f"there is no file or folder {config.model}, and it is not a hub id of the form org/name")
+    from aserve.hub import fetch
+
+    return fetch(match["repo"], config.revision, match["file"])
+
+
+def _locate_local(path: Path) -> ModelFiles:
+    if path.is_dir():
+        return _locate_folder(path)
+    if path.suffix.lower() == ".gguf":
+        return ModelFiles(path, "gguf", path.stem)
+    if path.suffix in PICKLE_SUFFIXES:
+        raise ConfigError(f"{path} is refused: {PICKLE_REFUSAL.format(names=path.name)}")
+    raise ConfigError(f"{path} is not a model: expected a .gguf file, or a folder with config.json and safetensors")
+
+
+def _locate_folder(folder: Path) -> ModelFiles:
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    name = folder.resolve().name
+    if "config.json" in names and any(file.endswith(".safetensors") for file in names):
+        return ModelFiles(folder, "safetensors", name)
+    ggufs = [file for file in names if file.lower().endswith(".gguf")]
+    if len(ggufs) == 1:
+        return ModelFiles(folder / ggufs[0], "gguf", Path(ggufs[0]).stem)
+    raise ConfigError(f"{folder} is not a model: {_explain(names, ggufs)}")
+
+
+def _explain(names: list[str], ggufs: list[str]) -> str:
+    """Say why a folder or repository with these files cannot be served."""
+    if ggufs:
+        return f"it holds several GGUF files, name one of them: {', '.join(ggufs)}"
+    if any(name.endswith(".safetensors") for name in names):
+        return "it has safetensors but no config.json"
+    if pickles := [name for name in names if name.endswith(PICKLE_SUFFIXES)]:
+        return PICKLE_REFUSAL.format(names=", ".join(pickles[:3]))
+    return "it has neither safetensors nor a GGUF file"

@@ -1,0 +1,107 @@
+"""A model's chat template: messages in, the prompt's text with marks out (see ``control_tokens``)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from aserve.errors import ClientError
+from aserve.tokenizer.control_tokens import END_MARK, ControlTokens, unmark
+from aserve.tokenizer.messages import count_chars, normalize_messages
+from aserve.tokenizer.template_sandbox import OutputTooLongError, TemplateSandbox
+
+MAX_REASON_CHARS = 500
+
+
+class ChatTemplate:
+    """Templates by name, ``default`` and perhaps ``tool_use``, compiled once. Safe to use from several threads.
+
+    ``variables`` are what templates see besides the messages: ``bos_token``, ``eos_token`` and so on.
+    A template that does not compile refuses each chat with the reason; prompts are still served.
+    """
+
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str], control_tokens: ControlTokens) -> None:
+        self._control_tokens = control_tokens
+        self._variables = dict(variables)
+        self._sandbox = TemplateSandbox(control_tokens)
+        self._sources = dict(sources)
+        self._compiled: dict[str, jinja2.Template] = {}
+        self._refusal: str | None = None if sources else "this model has no chat template; use /v1/completions"
+        try:
+            self._compiled = {name: self._sandbox.compile_template(source) for name, source in sources.items()}
+        except jinja2.TemplateError as error:
+            self._refusal = f"this model's chat template cannot be compiled: {error}"
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether there is a template and it compiles."""
+        return self._refusal is None
+
+    def render(
+        self,
+        messages: Sequence[Any],
+        *,
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        max_chars: int,
+    ) -> str:
+        """Return the prompt's text, at most ``max_chars`` of it, with marks in what messages and tools said.
+
+        Raises ClientError if the messages, or the template on seeing them, are at fault.
+        """
+        name = self._choose(bool(tools))
+        normalized = normalize_messages(messages, has_developer_role="developer" in self._sources[name])
+        if len(normalized) > max_chars or count_chars(normalized) > max_chars:
+            raise PromptTooLongError
+        variables = {
+            **self._variables,
+            "messages": self._mark(normalized),
+            "tools": self._mark(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        if continue_final_message:
+            _set_end_mark(variables["messages"])
+        text = self._render(self._compiled[name], variables, max_chars)
+        return _cut_at_end_mark(text) if continue_final_message else text
+
+    def _choose(self, has_tools: bool) -> str:
+        if self._refusal is not None:
+            raise ClientError(self._refusal, param="messages")
+        if has_tools and "tool_use" in self._sources:
+            return "tool_use"
+        return "default" if "default" in self._sources else next(iter(self._sources))
+
+    def _mark(self, value: Any) -> Any:
+        try:
+            return self._control_tokens.mark_all(value)
+        except RecursionError:
+            raise ClientError("messages or tools are nested too deeply", param="messages") from None
+
+    def _render(self, template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
+        try:
+            return self._sandbox.render(template, variables, max_chars)
+        except OutputTooLongError:
+            raise PromptTooLongError from None
+        except Exception as error:  # a template is foreign code: what it raises on some input can be anything
+            reason = unmark(str(error)).encode(errors="replace").decode()[:MAX_REASON_CHARS]
+            raise ClientError(
+                f"this model's chat template refuses the messages: {reason or type(error).__name__}", param="messages"
+            ) from error
+
+
+class PromptTooLongError(Exception):
+    """The text is certainly longer than was allowed."""
+
+
+def _set_end_mark(messages: list[dict[str, Any]]) -> None:
+    messages[-1] = {**messages[-1], "content": messages[-1]["content"] + END_MARK}
+
+
+def _cut_at_end_mark(text: str) -> str:
+    """Drop what the template puts after the text of the last message."""
+    head, mark, _ = text.rpartition(END_MARK)
+    if not mark:
+        raise ClientError("this model's chat template cannot continue the final message", param="messages")
+    return head.replace(END_MARK, "")

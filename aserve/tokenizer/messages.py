@@ -1,0 +1,98 @@
+"""Chat messages as clients send them, made into what chat templates can render.
+
+Templates expect every message to have a string ``content`` and tool arguments to be objects; clients
+send null, lists of parts, and arguments as JSON text.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from aserve.errors import ClientError
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def normalize_messages(messages: Sequence[Any], *, has_developer_role: bool) -> list[dict[str, Any]]:
+    """Return new messages for a template: null fields left out, ``content`` a string, tool arguments objects.
+
+    The role ``developer`` becomes ``system`` unless ``has_developer_role``. Raises ClientError naming the
+    message and field that cannot be used.
+    """
+    if not messages:
+        raise ClientError("messages must not be empty", param="messages")
+    normalized = [_normalize(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if not has_developer_role:
+        for message in normalized:
+            if message["role"] == "developer":
+                message["role"] = "system"
+    return normalized
+
+
+def count_chars(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many characters of content the normalised messages hold."""
+    return sum(len(message["content"]) for message in messages)
+
+
+def _normalize(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ClientError(f"{where} must be an object", param=where)
+    normalized = {key: value for key, value in message.items() if value is not None}
+    role = normalized.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise ClientError(f"{where}.role must be one of {', '.join(sorted(ROLES))}", param=f"{where}.role")
+    normalized["content"] = _join_content(normalized.get("content"), f"{where}.content")
+    if calls := normalized.pop("tool_calls", None):
+        normalized["tool_calls"] = _normalize_calls(calls, f"{where}.tool_calls")
+    return normalized
+
+
+def _join_content(content: Any, where: str) -> str:
+    """Join text parts with nothing between; null or missing content is empty."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise ClientError(f"{where} must be a string or a list of parts", param=where)
+    return "".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+
+def _part_text(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        named = f"of type {kind[:64]!r}" if isinstance(kind, str) else "without a type"
+        raise ClientError(f"{where} is a part {named}; this model takes text only", param=where)
+    text = part.get(field)
+    if text is not None and not isinstance(text, str):
+        raise ClientError(f"{where}.{field} must be a string", param=f"{where}.{field}")
+    return text or ""
+
+
+def _normalize_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        raise ClientError(f"{where} must be a list", param=where)
+    return [_normalize_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _normalize_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ClientError(f"{where} must have a function with a name", param=where)
+    return {**call, "function": {**function, "arguments": _parse_arguments(function.get("arguments"))}}
+
+
+def _parse_arguments(arguments: Any) -> Any:
+    """Return the arguments as an object; text that is not JSON for one, as a model may write, stays text."""
+    if arguments is None or arguments == "":
+        return {}
+    if isinstance(arguments, str):
+        try:
+            parsed = orjson.loads(arguments)
+        except orjson.JSONDecodeError:
+            return arguments
+        return parsed if isinstance(parsed, dict) else arguments
+    return arguments

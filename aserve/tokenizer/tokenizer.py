@@ -1,0 +1,178 @@
+"""Text to token ids and back, one function for all endpoints; safe to call from several threads.
+
+Encoding may take long for long texts, so callers run it off the event loop; the library below
+releases the GIL. Detokenizers are cheap and are made for the loop.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tokenizers
+
+from aserve.errors import ClientError
+from aserve.tokenizer.chat_template import ChatTemplate, PromptTooLongError
+from aserve.tokenizer.control_tokens import ControlToken, ControlTokens, check_text
+from aserve.tokenizer.detokenizer import Detokenizer, make_detokenizer
+from aserve.tokenizer.token_table import SPACE_MARK, build_token_table
+
+MAX_CHARS = 64 << 20  # of a prompt when no other limit is given
+COMPOSED = 1.5  # normalisation composes at most three characters into two bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSettings:
+    """What a checkpoint says about its vocabulary besides the vocabulary itself.
+
+    ``vocab_size`` is the number of the model's embedding rows. ``prefix_ids`` and ``suffix_ids`` go around a raw
+    prompt, as with BOS. ``prefix_space`` asks for a space mark before a text that starts without a space.
+    """
+
+    vocab_size: int
+    bos_token_id: int | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
+    prefix_space: bool = False
+    templates: Mapping[str, str] = field(default_factory=dict)  # name -> source
+    template_variables: Mapping[str, str] = field(default_factory=dict)
+
+
+class Tokenizer:
+    """One vocabulary. ``vocab_size`` counts the model's rows, ``num_tokens`` the ids that have a token."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True  # control tokens are found by ControlTokens, and only there
+        self._backend = backend
+        self._settings = settings
+        self._table = build_token_table(backend, settings.vocab_size)
+        self._control_tokens = ControlTokens(_control_tokens(backend))
+        self._template = ChatTemplate(settings.templates, settings.template_variables, self._control_tokens)
+        self.vocab_size = settings.vocab_size
+        self.num_tokens = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = settings.bos_token_id
+        self.eos_token_ids = settings.eos_token_ids
+        # The fewest tokens that a character can cost.
+        shrink = COMPOSED if backend.normalizer is not None else 1.0
+        self._max_chars_per_token = self._table.longest_token_chars * shrink
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be encoded."""
+        return self._template.is_usable
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """The control tokens, which decoding leaves out when asked to."""
+        return self._table.special_ids
+
+    def min_tokens_for(self, num_chars: int) -> int:
+        """Return how many tokens a text of ``num_chars`` has at least, without looking at it.
+
+        Characters that the vocabulary cannot express, which cost no token, are counted as if they did.
+        """
+        return -int(-num_chars // self._max_chars_per_token)
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None) -> list[int]:
+        """Return the ids of a raw prompt; control tokens spelled in it become their ids.
+
+        ``add_special_tokens`` adds BOS where the vocabulary asks for it. Raises ClientError for text that is not
+        Unicode and, with code ``context_length_exceeded``, for more than ``max_tokens``.
+        """
+        self._check_length(self.min_tokens_for(len(text)), max_tokens, is_exact=False)
+        check_text(text)
+        ids = self._encode_marked(text)
+        if add_special_tokens:
+            ids = self._add_affixes(ids)
+        self._check_length(len(ids), max_tokens, is_exact=True)
+        return ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Any],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Return the ids of the chat template's text for ``messages``, with nothing added.
+
+        Only the template writes control tokens; text in messages and tools that spells one stays text.
+        ``continue_final_message`` leaves the last message open. Raises ClientError as ``encode`` does, and for
+        messages that cannot be rendered.
+        """
+        max_chars = MAX_CHARS if max_tokens is None else int(max_tokens * self._max_chars_per_token)
+        try:
+            text = self._template.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                max_chars=max_chars,
+            )
+        except PromptTooLongError:
+            raise _too_long(self.min_tokens_for(max_chars + 1), max_tokens, is_exact=False) from None
+        ids = self._encode_marked(text)
+        self._check_length(len(ids), max_tokens, is_exact=True)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ``token_ids``; ids without a token add nothing."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """Return the state of one stream whose joined deltas equal ``decode`` of all its ids."""
+        return make_detokenizer(self._table, skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return a token's own bytes, which may be part of a character; empty for an id without a token."""
+        return self._table.pieces[token_id] if 0 <= token_id < len(self._table.pieces) else b""
+
+    def _encode_marked(self, text: str) -> list[int]:
+        parts = self._control_tokens.split(text)
+        if self._settings.prefix_space and parts and isinstance(parts[0], str):
+            parts[0] = parts[0] if parts[0].startswith((" ", SPACE_MARK)) else SPACE_MARK + parts[0]
+        pieces = [part for part in parts if isinstance(part, str)]
+        encodings = iter(self._backend.encode_batch_fast(pieces, add_special_tokens=False))  # releases the GIL
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, str):
+                ids.extend(next(encodings).ids)
+            else:
+                ids.append(part)
+        self._check_rows(ids)
+        return ids
+
+    def _add_affixes(self, ids: list[int]) -> list[int]:
+        """Add what goes around a raw prompt, unless the prompt's own text begins with BOS already."""
+        prefix, suffix = self._settings.prefix_ids, self._settings.suffix_ids
+        if prefix and tuple(ids[: len(prefix)]) == prefix:
+            prefix = ()
+        return [*prefix, *ids, *suffix]
+
+    def _check_rows(self, ids: Iterable[int]) -> None:
+        if self.num_tokens > self.vocab_size and (missing := [i for i in ids if i >= self.vocab_size]):
+            token = self._backend.id_to_token(missing[0])
+            raise ClientError(f"the model has no embedding for the token {token!r}")
+
+    @staticmethod
+    def _check_length(num_tokens: int, max_tokens: int | None, is_exact: bool) -> None:
+        if max_tokens is not None and num_tokens > max_tokens:
+            raise _too_long(num_tokens, max_tokens, is_exact)
+
+
+def _too_long(num_tokens: int, max_tokens: int | None, is_exact: bool) -> ClientError:
+    return ClientError(
+        f"the prompt has {'' if is_exact else 'at least '}{num_tokens} tokens"
+        + ("" if max_tokens is None else f", which is more than the {max_tokens} that fit"),
+        code="context_length_exceeded",
+    )
+
+
+def _control_tokens(backend: tokenizers.Tokenizer) -> Iterable[ControlToken]:
+    for token_id, token in backend.get_added_tokens_decoder().items():
+        if token.special:
+            yield ControlToken(token_id, token.content, token.lstrip, token.rstrip)
