@@ -111,7 +111,8 @@ class ScriptedRunner(ModelRunner):
             started = self._starts[row]
             assert started is not None, f"row {row} was never started"
             if started.params.prompt_logprobs is not None:
-                self._report_prompt(tokens, place, history[plan.num_computed[place] + 1 : end + 1], started, end)
+                known = history[plan.num_computed[place] + 1 : min(end + 1, started.prompt_len)]
+                self._report_prompt(tokens, place, known, started)
             if plan.is_sampled[place]:
                 if end < len(history):
                     raise RuntimeError(f"row {row} samples token {end}, but knows {len(history)} already")
@@ -168,15 +169,12 @@ class ScriptedRunner(ModelRunner):
         if tokens.logprobs is not None:
             tokens.logprobs.append(logprobs)
 
-    def _report_prompt(
-        self, tokens: StepTokens, place: int, followers: Sequence[int], start: RowStart, end: int
-    ) -> None:
+    def _report_prompt(self, tokens: StepTokens, place: int, followers: Sequence[int], start: RowStart) -> None:
         """Report the prompt tokens ``followers``, each predicted by the scheduled token before it."""
-        known = max(0, len(followers) - max(0, end + 1 - start.prompt_len))
         count = start.params.prompt_logprobs or 0
         if tokens.prompt_logprobs is None:
             tokens.prompt_logprobs = {}
-        tokens.prompt_logprobs[place] = [_one_hot(token, count, self._limits.vocab_size) for token in followers[:known]]
+        tokens.prompt_logprobs[place] = [_one_hot(token, count, self._limits.vocab_size) for token in followers]
 
 
 def sample(logits: Sequence[float], params: SamplingParams, seed: int, position: int) -> int:
