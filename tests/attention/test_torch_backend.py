@@ -1,0 +1,169 @@
+"""The torch backend against dense attention in float64; NaN stands wherever it has no business to read."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from doubles_attention import PagedCase, dense_attention, make_case, make_spec
+
+from aserve.attention.base import AttentionSpec
+from aserve.attention.torch_backend import TorchBackend
+
+LENGTHS = [1, 15, 16, 17, 257]
+
+
+def check(case: PagedCase, spec: AttentionSpec, tolerance: float = 2e-5) -> None:
+    backend = TorchBackend()
+    output, lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True)
+    plain, no_lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec)
+    expected, expected_lse = dense_attention(case, spec)
+    assert output.dtype == case.q.dtype
+    assert lse is not None
+    assert lse.dtype == torch.float32
+    assert no_lse is None
+    torch.testing.assert_close(output.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(plain.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (2, 80), (3, 64), (4, 128), (8, 64)])
+def test_decodes_of_all_lengths_at_once(group: int, head_dim: int, page_size: int) -> None:
+    spec = make_spec(2 * group, 2, head_dim)
+    check(make_case(spec, [1] * 5, LENGTHS, 5, page_size=page_size), spec)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 80), (2, 64), (3, 64), (4, 64), (8, 128)])
+def test_prompts_and_chunks_after_context(group: int, head_dim: int, page_size: int) -> None:
+    spec = make_spec(group, 1, head_dim)
+    check(make_case(spec, [1, 15, 16, 17, 40, 1], [1, 15, 32, 17, 257, 31], 0, page_size=page_size), spec)
+
+
+@pytest.mark.parametrize("num_decodes", [1, 3])
+def test_decodes_stand_before_chunks(num_decodes: int) -> None:
+    spec = make_spec(9, 3, 64)
+    check(make_case(spec, [1] * num_decodes + [7, 1, 20], [*[17, 5, 40][:num_decodes], 7, 16, 33], num_decodes), spec)
+
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "window 1": {"sliding_window": 1},
+    "window 16": {"sliding_window": 16},
+    "window beyond all": {"sliding_window": 1000},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": torch.tensor([-2.0, 0.0, 1.0, 3.0, -torch.inf, 0.5])},
+    "all": {"sliding_window": 16, "softcap": 3.0, "sinks": torch.linspace(-1, 2, 6)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_window_softcap_and_sinks(options: dict[str, object]) -> None:
+    spec = make_spec(6, 2, 64, **options)
+    check(make_case(spec, [1, 1, 1, 30, 17], [1, 33, 100, 30, 50], 3), spec)
+
+
+def test_long_chunks_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny block limit cuts one chunk into many, at places that are no page borders."""
+    monkeypatch.setattr("aserve.attention.torch_backend.MAX_BLOCK_SCORES", 1)
+    for options in ({}, OPTIONS["window 16"]):
+        spec = make_spec(2, 1, 64, **options)
+        check(make_case(spec, [75], [101], 0), spec)
+
+
+def test_decodes_of_very_different_length_are_grouped_and_put_back() -> None:
+    spec = make_spec(3, 1, 64)
+    case = make_case(spec, [1] * 7, [500, 2, 300, 4, 499, 1, 310], 7)
+    assert len(TorchBackend().plan(case.batch).groups) == 3
+    check(case, spec)
+
+
+def test_a_group_gathers_a_bounded_number_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aserve.attention.torch_backend.MAX_GROUP_KEYS", 50)
+    spec = make_spec(1, 1, 64)
+    case = make_case(spec, [1] * 5, [20, 22, 21, 60, 23], 5)
+    assert [group.max_key_len for group in TorchBackend().plan(case.batch).groups] == [21, 23, 60]
+    check(case, spec)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
+def test_half_precision_pools_accumulate_in_float32(dtype: torch.dtype, tolerance: float) -> None:
+    """Inputs are exact in float64, so only the rounding of the output is left (2^-8 and 2^-11 of its size)."""
+    spec = make_spec(3, 1, 64)
+    case = make_case(spec, [1, 1, 20], [100, 257, 60], 2, dtype=dtype)
+    backend = TorchBackend()
+    output, lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True)
+    expected, expected_lse = dense_attention(case, spec)
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance / 4)
+    assert lse is not None
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_queries_may_be_a_strided_view() -> None:
+    spec = make_spec(4, 2, 64)
+    case = make_case(spec, [1, 5], [9, 12], 1)
+    wide = torch.zeros(6, 8, 64)
+    wide[:, :4] = case.q
+    check(dataclasses.replace(case, q=wide[:, :4]), spec)
+
+
+def test_one_key_has_its_score_as_lse() -> None:
+    spec = make_spec(1, 1, 64)
+    case = make_case(spec, [1], [1], 1)
+    backend = TorchBackend()
+    assert backend.lse_base == "e"
+    _, lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True)
+    assert lse is not None
+    assert lse.item() == pytest.approx(float(case.q[0, 0] @ case.keys[0][0, 0]) * spec.scale, rel=1e-5)
+
+
+def test_replay_uses_the_captured_buffers_and_overwrites_all_of_them() -> None:
+    """The plan stands in for a graph: it was captured for other sequences, and a larger replay left it dirty."""
+    spec = make_spec(6, 2, 64, sliding_window=100)
+    backend = TorchBackend()
+    capacity = make_case(spec, [1] * 4, [128] * 4, 4, seed=1)
+    plan = backend.prepare_capture(capacity.batch)
+    addresses = [tensor.data_ptr() for group in plan.groups for tensor in (group.page_table, group.key_lens)]
+    for seed, key_lens in enumerate(([128, 120, 1, 77], [1, 1, 1, 1], [17, 3, 128, 64], [5, 16, 2, 1])):
+        case = make_case(spec, [1] * 4, list(key_lens), 4, seed=seed)
+        assert case.batch.page_table.shape[1] <= plan.groups[0].page_table.shape[1]
+        backend.prepare_replay(plan, case.batch)
+        output, lse = backend.forward(case.q, case.layer_kv, plan, spec, return_lse=True)
+        expected, expected_lse = dense_attention(case, spec)
+        torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5)
+        assert lse is not None
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-5, atol=2e-5)
+    assert addresses == [tensor.data_ptr() for group in plan.groups for tensor in (group.page_table, group.key_lens)]
+
+
+def test_a_captured_plan_keeps_nothing_of_the_batch_it_was_captured_with() -> None:
+    spec = make_spec(1, 1, 64)
+    backend = TorchBackend()
+    case = make_case(spec, [1, 1], [32, 20], 2)
+    plan = backend.prepare_capture(case.batch)
+    case.batch.page_table.fill_(10_000)
+    case.batch.key_lens_device.fill_(10_000)
+    output, _ = backend.forward(case.q, case.layer_kv, plan, spec)
+    torch.testing.assert_close(output.double(), dense_attention(case, spec)[0], rtol=2e-5, atol=2e-5)
+
+
+def test_only_decodes_are_captured_and_only_at_their_size() -> None:
+    spec = make_spec(1, 1, 64)
+    backend = TorchBackend()
+    assert backend.supports_capture
+    with pytest.raises(ValueError, match="only batches of decodes"):
+        backend.prepare_capture(make_case(spec, [1, 2], [4, 4], 1).batch)
+    plan = backend.prepare_capture(make_case(spec, [1, 1], [4, 4], 2).batch)
+    with pytest.raises(ValueError, match="captured 2 decodes, replaying 1"):
+        backend.prepare_replay(plan, make_case(spec, [1], [4], 1).batch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+@pytest.mark.parametrize(("group", "head_dim"), list(itertools.product([1, 2, 3, 4, 8], [64, 80, 128])))
+def test_grid(group: int, head_dim: int, page_size: int) -> None:
+    spec = make_spec(2 * group, 2, head_dim)
+    for num_decodes in (0, 2, 5):
+        query_lens = [1] * num_decodes + LENGTHS[num_decodes:]
+        check(make_case(spec, query_lens, LENGTHS, num_decodes, page_size=page_size), spec)
+    check(make_case(spec, LENGTHS, [length + 33 for length in LENGTHS], 0, page_size=page_size), spec)
