@@ -17,14 +17,16 @@ def test_allocation_evicts_what_nobody_uses() -> None:
 
 
 def test_locked_pages_are_not_evicted_and_nothing_is_lost_trying() -> None:
-    cache = PrefixCache(3, 1)
-    pages = cache.allocate(2)
-    node, _ = cache.insert([5, 6], pages)
+    cache = PrefixCache(4, 1)
+    pages = cache.allocate(3)
+    node, _ = cache.insert([5, 6], pages[:2])
+    cache.insert([9], pages[2:])
     cache.lock(node)
-    assert cache.allocate(2) is None
-    assert (cache.num_free, cache.num_cached) == (1, 0)
+    assert cache.allocate(3) is None
+    assert (cache.num_free, cache.num_cached) == (1, 1)
+    assert cache.match([9], 1)[1] == pages[2:]
     cache.unlock(node)
-    assert len(cache.allocate(3)) == 3
+    assert len(cache.allocate(4)) == 4
     assert cache.match([5, 6], 2)[1] == []
 
 
