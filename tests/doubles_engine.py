@@ -43,11 +43,14 @@ class LetterTokenizer:
     eos_token_ids = frozenset({EOS})
     has_chat_template = True
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def min_tokens_for(self, num_chars: int) -> int:
+        return num_chars
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None) -> list[int]:
         return [ord(letter) for letter in text]
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **options: Any
     ) -> list[int]:
         return self.encode("\n".join(message["content"] for message in messages) + "\n" * add_generation_prompt)
 

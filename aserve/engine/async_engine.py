@@ -133,7 +133,7 @@ class AsyncEngine:
         scheduler = make_scheduler(settings)
         trace = TraceRing(scheduler, settings, self.config.trace_steps)
         self._parts = parts
-        self._encoder = PromptEncoder(parts.tokenizer, limits.max_model_len, parts.longest_token_bytes)
+        self._encoder = PromptEncoder(parts.tokenizer, limits.max_model_len)
         self._steps = StepLoop(
             scheduler, parts.runner, self.metrics, trace, overlap=self.config.overlap, tuning=self._tuning
         )
@@ -201,12 +201,16 @@ class AsyncEngine:
         prompt: Prompt,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
-        """Return the token ids of a prompt, off the loop; raises ClientError if it is surely too long."""
+        """Return the token ids of a prompt, off the loop.
+
+        Messages go through the chat template, which gets ``tools``; ``continue_final_message`` leaves the last one
+        open instead of starting an answer. Raises ClientError for what cannot be encoded or is too long.
+        """
         self._check_accepting()
         assert self._encoder is not None
-        return await self._encoder.encode(prompt, tools, add_generation_prompt)
+        return await self._encoder.encode(prompt, tools, continue_final_message)
 
     def add(self, request: Request, sink: Sink) -> None:
         """Queue ``request``; its outputs go straight to ``sink``.
@@ -306,6 +310,7 @@ class AsyncEngine:
         dead = EngineDeadError(f"the engine has failed: {error}")
         dead.__cause__ = error
         self._fail_open(dead, FinishReason.ERROR)
+        self._running_steps().trace.record_failure(error)
         self._try_dump_trace()
 
     def _fail_open(self, error: AserveError, reason: FinishReason) -> None:

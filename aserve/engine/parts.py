@@ -23,7 +23,6 @@ class EngineParts:
     runner: ModelRunner
     tokenizer: Tokenizer
     model_name: str
-    longest_token_bytes: int
 
 
 def load_parts(config: EngineConfig, runner: ModelRunner | None, tokenizer: Tokenizer | None) -> EngineParts:
@@ -36,11 +35,10 @@ def load_parts(config: EngineConfig, runner: ModelRunner | None, tokenizer: Toke
         runner = runner or _build_runner(config, files, tokenizer.eos_token_ids)
     try:
         runner.warm_up()
-        longest = max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
     except BaseException:
         runner.close()
         raise
-    return EngineParts(runner, tokenizer, name, longest)
+    return EngineParts(runner, tokenizer, name)
 
 
 # The modules behind these load tokenizers and torch, which `import aserve` must not.

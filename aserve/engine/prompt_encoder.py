@@ -17,27 +17,31 @@ NUM_THREADS = 2
 class PromptEncoder:
     """A small pool of threads over one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int, longest_token_bytes: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
-        self._max_chars = max_model_len * longest_token_bytes  # longer text cannot fit, however it is cut
+        self._max_tokens = max_model_len
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aserve-encode")
 
     async def encode(
-        self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
+        self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None, continue_final_message: bool
     ) -> list[int]:
-        """Return the token ids of ``prompt``; raises ClientError if it is surely too long or cannot be rendered."""
+        """Return the token ids of ``prompt``; raises ClientError if it is too long or cannot be rendered."""
         if isinstance(prompt, str):
-            self._check_chars(len(prompt), "prompt")
-            return await self._run(lambda: self._tokenizer.encode(prompt))
+            self._check(self._tokenizer.min_tokens_for(len(prompt)), "prompt")
+            return await self._run(lambda: self._tokenizer.encode(prompt, max_tokens=self._max_tokens))
         if prompt and isinstance(prompt[0], Mapping):
-            messages: list[Any] = list(prompt)
-            self._check_count(len(messages), "messages")
-            self._check_chars(count_chars(messages, self._max_chars), "messages")
+            self._check(len(prompt), "messages")  # no template gets by with less than a token for each
+            self._check(self._tokenizer.min_tokens_for(count_chars(prompt)), "messages")
             return await self._run(
-                lambda: self._tokenizer.encode_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+                lambda: self._tokenizer.encode_chat(
+                    prompt,
+                    tools=tools,
+                    add_generation_prompt=not continue_final_message,
+                    continue_final_message=continue_final_message,
+                    max_tokens=self._max_tokens,
+                )
             )
-        self._check_count(len(prompt), "prompt")
+        self._check(len(prompt), "prompt")
         token_ids: list[Any] = list(prompt)
         return token_ids
 
@@ -48,32 +52,22 @@ class PromptEncoder:
     async def _run(self, job: Callable[[], list[int]]) -> list[int]:
         return await asyncio.get_running_loop().run_in_executor(self._threads, job)
 
-    def _check_chars(self, num_chars: int, param: str) -> None:
-        if num_chars > self._max_chars:
-            raise _too_long(f"{num_chars} characters", self._max_model_len, param)
+    def _check(self, num_tokens: int, param: str) -> None:
+        if num_tokens > self._max_tokens:
+            raise ClientError(
+                f"this model's context is {self._max_tokens} tokens, and {param} needs at least {num_tokens}",
+                param=param,
+                code="context_length_exceeded",
+            )
 
-    def _check_count(self, count: int, param: str) -> None:
-        if count > self._max_model_len:
-            raise _too_long(f"{count} {'tokens' if param == 'prompt' else param}", self._max_model_len, param)
 
-
-def count_chars(value: Any, enough: int) -> int:
-    """Add up the lengths of all strings in ``value``, stopping once past ``enough``."""
-    total, stack = 0, [value]
-    while stack and total <= enough:
-        item = stack.pop()
-        if isinstance(item, str):
-            total += len(item)
-        elif isinstance(item, Mapping):
-            stack.extend(item.values())
-        elif isinstance(item, list | tuple):
-            stack.extend(item)
+def count_chars(messages: Sequence[Any]) -> int:
+    """Add up the characters of the messages' own text, as plain strings or as text parts."""
+    total = 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, list | tuple) else (content,)
+        for part in parts:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            total += len(text) if isinstance(text, str) else 0
     return total
-
-
-def _too_long(what: str, max_model_len: int, param: str) -> ClientError:
-    return ClientError(
-        f"this model's context is {max_model_len} tokens, and {what} cannot fit",
-        param=param,
-        code="context_length_exceeded",
-    )

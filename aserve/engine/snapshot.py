@@ -113,6 +113,8 @@ def _find(path: str) -> Any:
     found: Any = import_module(module)
     for name in names.split("."):
         found = getattr(found, name)
+    if _path(found) != path:  # something that the module has only imported
+        raise ValueError(f"{path} has no place in a trace")
     return found
 
 

@@ -10,6 +10,7 @@ The last two segments are kept.
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,10 @@ class TraceRing:
         """Record what a step sampled, before it is committed."""
         self._append({"tokens": tokens})
         self._num_steps += 1
+
+    def record_failure(self, error: BaseException) -> None:
+        """Record what ended the engine; nothing is recorded after it."""
+        self._append({"failure": repr(error)})
 
     def rotate(self, is_idle: bool) -> None:
         """Start a new segment if the newest is long enough; call it between steps."""
@@ -140,24 +145,38 @@ class _Replay:
             if self._scheduler is None:  # a later head only lets older segments go
                 self._scheduler = _restored(event)
             return None
-        scheduler = self._scheduler
-        assert scheduler is not None
+        if self._scheduler is None:
+            raise ValueError("the first line holds no settings")
+        call = self._call(self._scheduler, event)
+        try:
+            return call()
+        except Exception as error:  # whatever it is, the recorded run may have ended by it
+            return f"step {self.num_steps}: the scheduler raises {error!r}"
+
+    def _call(self, scheduler: Scheduler, event: dict[str, Any]) -> Callable[[], str | None]:
+        """Return the call that one line stands for, its arguments already read."""
         if "plan" in event:
-            return self._compare(event["plan"])
+            return lambda: self._compare(scheduler.schedule(), event["plan"])
+        if "failure" in event:
+            return lambda: self._ignore(scheduler.schedule())  # perhaps this is what failed
         if "tokens" in event:
             self.num_steps += 1
-            scheduler.commit(_tokens(event["tokens"]))
-        elif "add" in event:
+            tokens = _tokens(event["tokens"])
+            return lambda: self._ignore(scheduler.commit(tokens))
+        if "add" in event:
             self.num_requests += 1
-            scheduler.add(_request(event["add"]))
-        else:
-            self.num_aborts += 1
-            scheduler.abort(event["abort"], FinishReason(event["reason"]))
-        return None
+            request = _request(event["add"])
+            return lambda: self._ignore(scheduler.add(request))  # type: ignore[func-returns-value]
+        self.num_aborts += 1
+        request_id, reason = event["abort"], FinishReason(event["reason"])
+        return lambda: self._ignore(scheduler.abort(request_id, reason))
 
-    def _compare(self, recorded: dict[str, Any] | None) -> str | None:
-        assert self._scheduler is not None
-        planned = orjson.loads(encode(self._scheduler.schedule()))
+    @staticmethod
+    def _ignore(answer: object) -> None:
+        """Only plans are compared: deltas follow from tokens."""
+
+    def _compare(self, plan: StepPlan | None, recorded: dict[str, Any] | None) -> str | None:
+        planned = orjson.loads(encode(plan))
         if planned == recorded:
             return None
         if planned is None or recorded is None:
