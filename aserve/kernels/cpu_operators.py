@@ -1,0 +1,96 @@
+"""The small operators in C, for float32 on a CPU; anything else goes to the reference."""
+
+import torch
+from torch import Tensor
+
+from aserve.kernels.cpu.bindings import Functions, cpu_kernels
+from aserve.kernels.operators import Operators
+
+BRIEF_VALUES = 1 << 16  # up to here a call takes some 20 us, for which the interpreter lock is not given away
+
+
+class CpuOperators(Operators):
+    """One C call each."""
+
+    def __init__(self) -> None:
+        self._kernels = cpu_kernels()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not _are_float32(x, weight):
+            return super().rms_norm(x, weight, eps)
+        x = x.contiguous()
+        return self._norm(x, None, weight, torch.empty_like(x), eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if not (_are_float32(x, residual, weight) and x.is_contiguous() and residual.is_contiguous()):
+            return super().add_rms_norm(x, residual, weight, eps)
+        return self._norm(x, residual, weight, x, eps), residual
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        if not (_are_float32(gate_up) and gate_up.is_contiguous()):
+            return super().silu_mul(gate_up)
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        result = torch.empty(num_rows, width)
+        self._functions(gate_up).silu_mul(self._kernels.pool(), gate_up.data_ptr(), result.data_ptr(), num_rows, width)
+        return result
+
+    def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if not (_are_float32(q, k, cos_sin) and _have_dense_heads(q, k) and positions.is_contiguous()):
+            return super().rope(q, k, cos_sin, positions)
+        num_tokens, num_heads, head_dim = q.shape
+        self._functions(q).rope(
+            q.data_ptr(),
+            q.stride(0),
+            num_heads,
+            k.data_ptr(),
+            k.stride(0),
+            k.shape[1],
+            head_dim,
+            cos_sin.data_ptr(),
+            positions.data_ptr(),
+            num_tokens,
+        )
+        return q, k
+
+    def store_kv(self, k: Tensor, v: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        if not (_are_float32(k, v, key, value) and _have_dense_heads(k, v) and slot_mapping.is_contiguous()):
+            super().store_kv(k, v, key, value, slot_mapping)
+            return
+        num_tokens, num_kv_heads, head_dim = k.shape
+        self._functions(k).store_kv(
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            key.data_ptr(),
+            value.data_ptr(),
+            slot_mapping.data_ptr(),
+            num_tokens,
+            num_kv_heads * head_dim,
+        )
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, result: Tensor, eps: float) -> Tensor:
+        width = x.shape[-1]
+        self._functions(x).rms_norm(
+            self._kernels.pool(),
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            result.data_ptr(),
+            x.numel() // width,
+            width,
+            eps,
+        )
+        return result
+
+    def _functions(self, x: Tensor) -> Functions:
+        return self._kernels.brief if x.numel() <= BRIEF_VALUES else self._kernels.long
+
+
+def _are_float32(*tensors: Tensor) -> bool:
+    return all(tensor.dtype == torch.float32 for tensor in tensors)
+
+
+def _have_dense_heads(*tensors: Tensor) -> bool:
+    """Whether in each [T, heads, D] the heads of a token stand side by side, whatever lies between tokens."""
+    return all(tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2] for tensor in tensors)
