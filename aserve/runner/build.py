@@ -7,6 +7,7 @@ import torch
 from aserve.attention.base import AttentionProblem
 from aserve.attention.registry import resolve_backend
 from aserve.config import EngineConfig
+from aserve.kernels.choose import choose_operators
 from aserve.kernels.operators import Operators
 from aserve.model_files import ModelFiles
 from aserve.models.config import DecoderConfig
@@ -42,7 +43,7 @@ def build_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: Set[int
     torch.set_num_threads(num_threads)
     method = resolve_quant_method(config.quantization, files, device)
     dtype = resolve_dtype(config.dtype, device, method)
-    operators = Operators()
+    operators = choose_operators(device)
     model = load_model(files, device=device, dtype=dtype, quantization=method.name, operators=operators).model
     parts = assemble(config, model, operators, device, dtype)
     executor = StepExecutor(parts, eos_token_ids)
