@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from aserve.errors import ConfigError
 from aserve.layers.weighted import WeightedLayer, WeightFormat, WeightSlot
 
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
@@ -36,6 +37,11 @@ class RopeConfig:
     beta_slow: float = 1.0
     is_range_truncated: bool = True
     attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("theta", "factor", "attention_factor"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"rope {name} must be positive, got {getattr(self, name)}")
 
 
 class RotaryTable(WeightedLayer):

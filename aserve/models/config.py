@@ -51,7 +51,7 @@ class DecoderConfig:
         name, architecture = find_architecture(config.get("architectures") or [], fields.get("model_type", str, ""))
         hidden_size, num_heads = fields.require_size("hidden_size"), fields.require_size("num_attention_heads")
         num_layers = fields.require_size("num_hidden_layers")
-        head_dim = fields.get("head_dim", int) or architecture.default_head_dim or _split(hidden_size, num_heads)
+        head_dim = fields.get_size("head_dim") or architecture.default_head_dim or _split(hidden_size, num_heads)
         max_context_len = fields.require_size("max_position_embeddings")
         rope = rope_from_hf(config, max_context_len)
         has_bias = fields.get("attention_bias", bool, False)
@@ -62,7 +62,7 @@ class DecoderConfig:
             intermediate_size=fields.require_size("intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=fields.get("num_key_value_heads", int, num_heads),
+            num_kv_heads=fields.get_size("num_key_value_heads") or num_heads,
             head_dim=head_dim,
             rms_norm_eps=fields.get("rms_norm_eps", float, 1e-6),
             max_context_len=scaled_context_len(rope, max_context_len),
@@ -87,7 +87,7 @@ class DecoderConfig:
         fields.refuse("expert_count", "mixture of experts")
         hidden_size, num_heads = fields.require_size("embedding_length"), fields.require_size("attention.head_count")
         num_layers = fields.require_size("block_count")
-        head_dim = fields.get("attention.key_length", int) or _split(hidden_size, num_heads)
+        head_dim = fields.get_size("attention.key_length") or _split(hidden_size, num_heads)
         for key in ("attention.value_length", "rope.dimension_count"):
             if (other := fields.get(key, int, head_dim)) != head_dim:
                 raise ConfigError(f"unsupported: {gguf_name}.{key} is {other}, but a key has {head_dim} channels")
@@ -102,7 +102,7 @@ class DecoderConfig:
             intermediate_size=fields.require_size("feed_forward_length"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=fields.get("attention.head_count_kv", int, num_heads),
+            num_kv_heads=fields.get_size("attention.head_count_kv") or num_heads,
             head_dim=head_dim,
             rms_norm_eps=fields.require("attention.layer_norm_rms_epsilon", float),
             max_context_len=scaled_context_len(rope, max_context_len),
@@ -133,7 +133,7 @@ def _split(hidden_size: int, num_heads: int) -> int:
 
 def _windows_from_hf(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
     fields = Fields(config)
-    window = fields.get("sliding_window", int) if "sliding_window" in config else architecture.default_window
+    window = fields.get_size("sliding_window") if "sliding_window" in config else architecture.default_window
     if architecture.window == "all":
         return (window,) * num_layers
     if architecture.window == "none" or not fields.get("use_sliding_window", bool, False):
@@ -145,5 +145,5 @@ def _windows_from_hf(config: Mapping[str, Any], architecture: Architecture, num_
     if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ConfigError(f"unsupported layer_types for {num_layers} layers: {kinds!r}")
     if window is None:
-        window = fields.require("sliding_window", int)
+        window = fields.require_size("sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

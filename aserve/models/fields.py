@@ -40,9 +40,17 @@ class Fields:
             raise ConfigError(f"the model's config lacks {self._prefix}{name}")
         return value
 
+    def get_size(self, name: str) -> int | None:
+        """Return a field that counts something, or None where it is absent."""
+        value = self.get(name, int)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{self._prefix}{name} must be positive, got {value}")
+        return value
+
     def require_size(self, name: str) -> int:
-        """Return a field that counts something."""
-        return check_positive(self._prefix + name, self.require(name, int))
+        """Return a field that counts something; raise if it is absent."""
+        value = self.get_size(name)
+        return self.require(name, int) if value is None else value
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._values
@@ -51,10 +59,3 @@ class Fields:
         """Raise if the field is present and neither null, false, zero nor empty."""
         if value := self._values.get(self._prefix + name):
             raise ConfigError(f"unsupported {what}: {self._prefix}{name} is {value!r}")
-
-
-def check_positive(name: str, value: int) -> int:
-    """Return ``value``, or raise if it is not above zero."""
-    if value <= 0:
-        raise ConfigError(f"{name} must be positive, got {value}")
-    return value

@@ -1,6 +1,5 @@
 """From a model's files to a decoder that is ready to run."""
 
-import logging
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +13,8 @@ from aserve.quantization.registry import resolve_quantization
 from aserve.weights.checkpoint import Checkpoint
 from aserve.weights.fill import fill
 from aserve.weights.gguf_file import GgufFile
+from aserve.weights.packed_cache import PackedCache
 from aserve.weights.safetensors_folder import SafetensorsFolder
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +36,13 @@ def load_model(
     """
     checkpoint = open_checkpoint(files)
     method = resolve_quantization(quantization, device, is_demo=files.is_demo)
-    model = Decoder(checkpoint.config, WeightFormat(method, dtype, device), operators)
-    fill(model, checkpoint)
+    weights = WeightFormat(method, dtype, device)
+    model = Decoder(checkpoint.config, weights, operators)
+    cache = PackedCache(checkpoint, weights) if method.layout else None
+    if cache is None or not cache.restore(model):
+        fill(model, checkpoint)
+        if cache is not None:
+            cache.save(model)
     return LoadedModel(model, checkpoint.config)
 
 

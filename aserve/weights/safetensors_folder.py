@@ -1,7 +1,9 @@
 """A folder with config.json and one ``model.safetensors``, or several files and their index."""
 
 import json
+import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,12 @@ from aserve.errors import ConfigError, WeightsError
 from aserve.models.config import DecoderConfig
 from aserve.weights.checkpoint import Checkpoint, StoredTensor
 
+logger = logging.getLogger(__name__)
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
@@ -30,6 +35,9 @@ class SafetensorsFolder(Checkpoint):
         self._weight_files = _find_files(path, self._owners)
         if self._owners is not None:
             self._check_index(self._owners)
+        if self.config.is_head_tied and self._has_head_of_its_own():
+            logger.warning("%s says that the head is tied, but it has a head of its own, which is used", path)
+            self.config = replace(self.config, is_head_tied=False)
 
     @property
     def files(self) -> list[Path]:
@@ -41,6 +49,11 @@ class SafetensorsFolder(Checkpoint):
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
                     if self._owners is None or self._owners.get(name) == file.name:
                         yield self._stored(opened, file, name)
+
+    def _has_head_of_its_own(self) -> bool:
+        """Whether a head stands in the files that differs from the embeddings; transformers looks for this as well."""
+        pair = [stored.read() for stored in self.tensors() if stored.name in (EMBEDDINGS, HEAD)]
+        return len(pair) == 2 and not torch.equal(*pair)
 
     def _stored(self, opened: Any, file: Path, name: str) -> StoredTensor:
         shape = tuple(opened.get_slice(name).get_shape())

@@ -1,0 +1,188 @@
+"""What is read from config.json and GGUF metadata, and what is refused by name."""
+
+from typing import Any
+
+import pytest
+from gguf import GGMLQuantizationType
+
+from aserve.errors import ConfigError
+from aserve.gguf_header import GgufTensor
+from aserve.models.config import DecoderConfig
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+QWEN = LLAMA_8B | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_scaling": None}
+
+
+def changed(config: dict[str, Any] = LLAMA_8B, **changes: Any) -> dict[str, Any]:
+    return config | changes
+
+
+def without(name: str) -> dict[str, Any]:
+    return {key: value for key, value in LLAMA_8B.items() if key != name}
+
+
+def test_llama_3_1_8b() -> None:
+    config = DecoderConfig.from_hf(LLAMA_8B)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
+    assert (config.num_layers, config.hidden_size, config.intermediate_size) == (32, 4096, 14336)
+    assert config.max_context_len == 131072
+    assert (config.rope.scaling, config.rope.factor, config.rope.original_context_len) == ("llama3", 8.0, 8192)
+    assert not config.is_head_tied
+    assert config.sliding_windows == (None,) * 32
+
+
+def test_model_type_stands_in_for_missing_architectures() -> None:
+    assert DecoderConfig.from_hf(without("architectures")).architecture == "LlamaForCausalLM"
+
+
+def test_integers_are_fine_where_floats_are_expected() -> None:
+    assert DecoderConfig.from_hf(changed(rope_theta=1000000)).rope.theta == 1e6
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (changed(architectures=["MixtralForCausalLM"]), "MixtralForCausalLM"),
+        (changed(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
+        (changed(architectures=[], model_type="gemma3"), "gemma3"),
+        (changed(num_local_experts=8), "num_local_experts"),
+        (changed(quantization_config={"quant_method": "awq"}), "quantization_config.*awq"),
+        (changed(hidden_act="gelu"), "hidden_act.*gelu"),
+        (changed(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (changed(rope_scaling={"rope_type": "longrope", "factor": 2.0}), "longrope"),
+        (changed(rope_scaling={"rope_type": "default", "mrope_section": [16, 24, 24]}), "mrope_section"),
+        (changed(rope_scaling={"rope_type": "linear"}), "lacks factor"),
+        (changed(rope_scaling=None, rope_parameters={"full_attention": {"rope_theta": 1.0}}), "one set for all layers"),
+        (changed(QWEN, use_sliding_window=True, sliding_window=8, layer_types=["chunked_attention"] * 32), "chunked"),
+        (changed(QWEN, use_sliding_window=True, sliding_window=8, layer_types=["full_attention"]), "layer_types"),
+        (changed(QWEN, use_sliding_window=True, max_window_layers=0), "sliding_window"),
+        (changed(hidden_size="4096"), "hidden_size must be of type int"),
+        (changed(num_hidden_layers=0), "num_hidden_layers must be positive"),
+        (changed(num_attention_heads=True), "num_attention_heads must be of type int"),
+        (changed(num_key_value_heads=0), "num_key_value_heads must be positive"),
+        (changed(rope_theta=-1.0), "rope theta must be positive"),
+        (changed(num_key_value_heads=5), "5 key-value heads"),
+        (changed(head_dim=63), "head_dim 63"),
+        (changed(hidden_size=4097), "4097 does not divide by 32 heads"),
+        (without("vocab_size"), "lacks vocab_size"),
+        (without("max_position_embeddings"), "lacks max_position_embeddings"),
+    ],
+)
+def test_unsupported_configs_are_refused_by_name(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        DecoderConfig.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context_len"),
+    [
+        (None, 32768),
+        ({"type": "linear", "factor": 4.0}, 131072),
+        ({"type": "dynamic", "factor": 2.0}, 65536),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),  # Qwen2.5's own advice
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 32768),
+    ],
+)
+def test_context_after_rope_scaling(scaling: dict[str, Any] | None, context_len: int) -> None:
+    config = changed(QWEN, max_position_embeddings=32768, rope_scaling=scaling)
+    assert DecoderConfig.from_hf(config).max_context_len == context_len
+
+
+def test_sliding_windows() -> None:
+    mistral = changed(architectures=["MistralForCausalLM"], num_hidden_layers=4)
+    assert DecoderConfig.from_hf(mistral).sliding_windows == (4096,) * 4  # transformers' default
+    assert DecoderConfig.from_hf(mistral | {"sliding_window": None}).sliding_windows == (None,) * 4
+    qwen = changed(QWEN, num_hidden_layers=4, sliding_window=32, max_window_layers=3)
+    assert DecoderConfig.from_hf(qwen).sliding_windows == (None,) * 4
+    assert DecoderConfig.from_hf(qwen | {"use_sliding_window": True}).sliding_windows == (None, None, None, 32)
+
+
+GGUF = {
+    "general.architecture": "qwen2",
+    "qwen2.block_count": 2,
+    "qwen2.context_length": 1024,
+    "qwen2.embedding_length": 64,
+    "qwen2.feed_forward_length": 96,
+    "qwen2.attention.head_count": 4,
+    "qwen2.attention.head_count_kv": 2,
+    "qwen2.attention.layer_norm_rms_epsilon": 1e-6,
+    "qwen2.rope.freq_base": 1000.0,
+}
+
+
+def gguf_tensors(*names: str) -> dict[str, GgufTensor]:
+    return {name: GgufTensor((99, 64), GGMLQuantizationType.F32, 0, 99 * 64 * 4) for name in names}
+
+
+def test_gguf_metadata() -> None:
+    config = DecoderConfig.from_gguf(GGUF, gguf_tensors("token_embd.weight", "blk.0.attn_q.bias"))
+    assert (config.architecture, config.vocab_size, config.head_dim) == ("Qwen2ForCausalLM", 99, 16)
+    assert config.has_qkv_bias
+    assert not config.has_output_bias
+    assert config.is_head_tied
+    assert config.rope.theta == 1000.0
+    assert not DecoderConfig.from_gguf(GGUF, gguf_tensors("token_embd.weight", "output.weight")).is_head_tied
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling", "factor", "original_len"),
+    [
+        ({}, "none", 1.0, 1024),
+        ({"rope.scaling.type": "none"}, "none", 1.0, 1024),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, "linear", 4.0, 1024),
+        ({"rope.scale_linear": 2.0}, "linear", 2.0, 1024),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 256,
+            },
+            "yarn",
+            4.0,
+            256,
+        ),
+    ],
+)
+def test_gguf_rope_scaling(keys: dict[str, Any], scaling: str, factor: float, original_len: int) -> None:
+    metadata = GGUF | {f"qwen2.{key}": value for key, value in keys.items()}
+    rope = DecoderConfig.from_gguf(metadata, gguf_tensors("token_embd.weight")).rope
+    assert (rope.scaling, rope.factor, rope.original_context_len) == (scaling, factor, original_len)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"general.architecture": "gemma3"}, "gemma3"),
+        ({"qwen2.expert_count": 8}, "qwen2.expert_count"),
+        ({"qwen2.rope.scaling.type": "longrope"}, "longrope"),
+        ({"qwen2.rope.dimension_sections": [8, 4, 4]}, "dimension_sections"),
+        ({"qwen2.rope.dimension_count": 8}, "rope.dimension_count is 8"),
+        ({"qwen2.attention.value_length": 8}, "attention.value_length is 8"),
+        ({"qwen2.attention.head_count": [4, 2]}, "head_count must be of type int"),
+        ({"qwen2.context_length": None}, "lacks qwen2.context_length"),
+    ],
+)
+def test_unsupported_gguf_metadata_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        DecoderConfig.from_gguf(GGUF | changes, gguf_tensors("token_embd.weight"))

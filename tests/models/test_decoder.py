@@ -1,0 +1,112 @@
+"""The decoder against transformers: tiny random checkpoints, prefill in chunks and decoding over scattered pages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doubles_models import PagedSequence, edit_config, load_folder, make_oracle
+from torch import Tensor
+
+NUM_TOKENS = 40
+CHUNKS = (1, 7, 20, 1, 1, 1, 9)  # sums to NUM_TOKENS
+TOLERANCE = 1e-4
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, one head per key": ("llama", {"num_key_value_heads": 4}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, own head size": ("llama", {"head_dim": 24}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, eps and theta": ("llama", {"rms_norm_eps": 0.1, "rope_parameters": {"rope_theta": 300.0}}),
+    "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
+    "llama, llama3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "qwen2, yarn with its options": (
+        "qwen2",
+        {"rope_parameters": {**YARN, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False, "attention_factor": 1.3}},
+    ),
+    "llama, yarn with mscale": ("llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4}}),
+    "llama, dynamic within the context": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral, window": ("mistral", {"sliding_window": 6}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, window on upper layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3, head size by default": ("qwen3", {}),
+    "qwen3, biases": ("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "qwen3, window by layer types": (
+        "qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def token_ids() -> list[int]:
+    return torch.randint(0, 99, (NUM_TOKENS,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@torch.inference_mode()
+def reference_logits(oracle: Any, token_ids: list[int]) -> Tensor:
+    logits: Tensor = oracle(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def cut(token_ids: list[int]) -> list[list[int]]:
+    return [chunk.tolist() for chunk in torch.split(torch.tensor(token_ids), CHUNKS)]
+
+
+def logits_in_chunks(folder: Path, token_ids: list[int]) -> Tensor:
+    sequence = PagedSequence(load_folder(folder), len(token_ids))
+    return torch.cat([sequence.step(chunk) for chunk in cut(token_ids)])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, tmp_path: Path, token_ids: list[int]) -> None:
+    oracle = make_oracle(*CASES[case], tmp_path)
+    expected = reference_logits(oracle, token_ids)
+    assert expected.std() > 0.5, "the comparison means nothing for logits near zero"
+    torch.testing.assert_close(logits_in_chunks(tmp_path, token_ids), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["llama, linear", "llama, llama3", "llama, yarn", "llama, eps and theta"])
+def test_old_spelling_of_rope_scaling(case: str, tmp_path: Path, token_ids: list[int]) -> None:
+    oracle = make_oracle(*CASES[case], tmp_path)
+    parameters = edit_config(tmp_path, {})["rope_parameters"]
+    theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
+    scaling = {"type": kind, **parameters} if kind != "default" else None
+    edit_config(tmp_path, {"rope_parameters": None, "rope_theta": theta, "rope_scaling": scaling})
+    torch.testing.assert_close(
+        logits_in_chunks(tmp_path, token_ids), reference_logits(oracle, token_ids), rtol=0, atol=TOLERANCE
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@torch.inference_mode()
+def test_dynamic_rope_equals_decoding_past_the_context(tmp_path: Path, token_ids: list[int]) -> None:
+    changes = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 16}
+    oracle = make_oracle("llama", changes, tmp_path)
+    sequence = PagedSequence(load_folder(tmp_path), NUM_TOKENS)
+    result = oracle(torch.tensor([token_ids[:16]]), use_cache=True)
+    torch.testing.assert_close(sequence.step(token_ids[:16]), result.logits[0], rtol=0, atol=TOLERANCE)
+    for token_id in token_ids[16:]:
+        result = oracle(torch.tensor([[token_id]]), past_key_values=result.past_key_values, use_cache=True)
+        torch.testing.assert_close(sequence.step([token_id]), result.logits[0], rtol=0, atol=TOLERANCE)
