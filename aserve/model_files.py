@@ -1,6 +1,7 @@
 """Where a model's files are and what kind they are; knows no tensors and no tokenizer."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,7 @@ from aserve.config import EngineConfig
 from aserve.errors import ConfigError
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>.+))?")
+SPLIT_GGUF = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 PICKLE_REFUSAL = (
     "its weights are only there as pickles ({names}), which can run any code when they are loaded; "
@@ -49,10 +51,40 @@ def locate_model(config: EngineConfig) -> ModelFiles:
     return fetch(match["repo"], config.revision, match["file"])
 
 
+def pick_gguf(names: Sequence[str], wanted: str | None) -> str | None:
+    """Return the one GGUF among ``names``: the file called ``wanted``, else the only one with that in its name."""
+    ggufs = [name for name in names if name.lower().endswith(".gguf")]
+    matching = [name for name in ggufs if wanted is None or wanted.lower() in name.lower()]
+    if wanted in ggufs:
+        matching = [wanted]
+    if any(SPLIT_GGUF.search(name) for name in matching):
+        raise ConfigError(f"{matching[0]} is one part of a split model; join the parts with gguf-split --merge")
+    return matching[0] if len(matching) == 1 else None
+
+
+def explain_refusal(names: Sequence[str], wanted: str | None = None) -> str:
+    """Say why a folder or repository with these files cannot be served."""
+    ggufs = [name for name in names if name.lower().endswith(".gguf")]
+    if ggufs:
+        missing = "it holds several GGUF files" if wanted is None else f"it holds not exactly one GGUF file {wanted}"
+        return f"{missing}; name one of {', '.join(ggufs)}"
+    if wanted is not None:
+        return f"it holds no GGUF file {wanted}"
+    if any(name.endswith(".safetensors") for name in names):
+        return "it has safetensors but no config.json"
+    if pickles := [name for name in names if name.endswith(PICKLE_SUFFIXES)]:
+        return PICKLE_REFUSAL.format(names=", ".join(pickles[:3]))
+    return "it has neither safetensors nor a GGUF file"
+
+
 def _locate_local(path: Path) -> ModelFiles:
     if path.is_dir():
         return _locate_folder(path)
     if path.suffix.lower() == ".gguf":
+        if SPLIT_GGUF.search(path.name):
+            raise ConfigError(
+                f"{path} is one part of a split model; join the parts with llama.cpp's gguf-split --merge"
+            )
         return ModelFiles(path, "gguf", path.stem)
     if path.suffix in PICKLE_SUFFIXES:
         raise ConfigError(f"{path} is refused: {PICKLE_REFUSAL.format(names=path.name)}")
@@ -61,21 +93,9 @@ def _locate_local(path: Path) -> ModelFiles:
 
 def _locate_folder(folder: Path) -> ModelFiles:
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    name = folder.resolve().name
     if "config.json" in names and any(file.endswith(".safetensors") for file in names):
-        return ModelFiles(folder, "safetensors", name)
-    ggufs = [file for file in names if file.lower().endswith(".gguf")]
-    if len(ggufs) == 1:
-        return ModelFiles(folder / ggufs[0], "gguf", Path(ggufs[0]).stem)
-    raise ConfigError(f"{folder} is not a model: {_explain(names, ggufs)}")
-
-
-def _explain(names: list[str], ggufs: list[str]) -> str:
-    """Say why a folder or repository with these files cannot be served."""
-    if ggufs:
-        return f"it holds several GGUF files, name one of them: {', '.join(ggufs)}"
-    if any(name.endswith(".safetensors") for name in names):
-        return "it has safetensors but no config.json"
-    if pickles := [name for name in names if name.endswith(PICKLE_SUFFIXES)]:
-        return PICKLE_REFUSAL.format(names=", ".join(pickles[:3]))
-    return "it has neither safetensors nor a GGUF file"
+        return ModelFiles(folder, "safetensors", folder.resolve().name)
+    gguf = pick_gguf(names, None)
+    if gguf is None:
+        raise ConfigError(f"{folder} cannot be served: {explain_refusal(names)}")
+    return ModelFiles(folder / gguf, "gguf", Path(gguf).stem)

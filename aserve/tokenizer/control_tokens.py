@@ -71,9 +71,10 @@ class ControlTokens:
             return text
         if self._pattern.search(text):
             text = self._first_char.sub(rf"\1{MARK}", text)
+        # A mark in the shortest ending that begins a token also breaks up the longer ones.
         for begin in range(len(text) - 1, max(-1, len(text) - 1 - self._longest_beginning), -1):
-            if text[begin:].replace(MARK, "") in self._beginnings:
-                text = text[: begin + 1] + MARK + text[begin + 1 :]
+            if text[begin:] in self._beginnings:
+                return text[: begin + 1] + MARK + text[begin + 1 :]
         return text
 
     def mark_all(self, value: Any) -> Any:

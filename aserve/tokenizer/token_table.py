@@ -3,8 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from typing import Literal
 
 import tokenizers
 
@@ -33,34 +32,32 @@ def byte_level_bytes(token: str) -> bytes:
     return token.encode()
 
 
-@dataclass(frozen=True)
 class TokenTable:
-    """One row per token id, as many as the model has logits.
+    """One row per token id, at least as many as the model has logits. Immutable.
 
     ``pieces[id]`` is the token's bytes, empty where no token has that id. In a SentencePiece vocabulary
     ``byte_ids`` are the tokens that stand for one raw byte, and decoding drops up to ``num_stripped`` leading spaces.
+    ``texts[id]`` is the token's text where that does not depend on its neighbours, else None;
+    ``texts_without_special`` has nothing for special tokens. ``longest_token_chars`` bounds what one token stands for.
     """
 
-    kind: str  # "byte-level" or "sentencepiece"
-    pieces: Sequence[bytes]
-    special_ids: frozenset[int]
-    byte_ids: frozenset[int] = field(default=frozenset())
-    num_stripped: int = 0
-
-    @cached_property
-    def texts(self) -> list[str | None]:
-        """Each token's text where that does not depend on its neighbours, else None."""
-        return [None if token_id in self.byte_ids else _whole_text(piece) for token_id, piece in enumerate(self.pieces)]
-
-    @cached_property
-    def texts_without_special(self) -> list[str | None]:
-        """``texts`` with nothing for special tokens."""
-        return ["" if token_id in self.special_ids else text for token_id, text in enumerate(self.texts)]
-
-    @cached_property
-    def longest_token_chars(self) -> int:
-        """The most characters that one token can stand for."""
-        return max(sum(byte & 0xC0 != 0x80 for byte in piece) for piece in self.pieces)
+    def __init__(
+        self,
+        kind: Literal["byte-level", "sentencepiece"],
+        pieces: Sequence[bytes],
+        special_ids: frozenset[int],
+        byte_ids: frozenset[int] = frozenset(),
+        num_stripped: int = 0,
+    ) -> None:
+        self.kind = kind
+        self.pieces = pieces
+        self.special_ids = special_ids
+        self.num_stripped = num_stripped
+        self.texts = [None if token_id in byte_ids else _whole_text(piece) for token_id, piece in enumerate(pieces)]
+        self.texts_without_special = ["" if i in special_ids else text for i, text in enumerate(self.texts)]
+        # A piece that is no text of its own has fewer characters than bytes.
+        lengths = (len(piece if text is None else text) for piece, text in zip(pieces, self.texts, strict=True))
+        self.longest_token_chars = max(lengths)
 
 
 def _whole_text(piece: bytes) -> str | None:
