@@ -16,14 +16,8 @@ PACKAGES = ("aserve.scheduler.", "aserve.cache.", "aserve.request:", "aserve.eng
 SCALARS = {int, float, str, bool, type(None)}
 SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict}
-VALUES = (
-    "tuple",
-    "frozenset",
-    "bytearray",
-    "count",
-    "ref",
-    "enum",
-)  # made whole; the others exist before their members
+PAGES = "list of tuples"  # of scalars, as the prefix tree has one for each page; written without references
+VALUES = (PAGES, "tuple", "frozenset", "bytearray", "count", "ref", "enum")  # made whole, before others are filled
 
 
 def take(root: object) -> list[Any]:
@@ -72,6 +66,8 @@ class _Picture:
         if cls is SEQUENCES.get(kind):
             if SCALARS.issuperset(map(type, item)):  # the long lists of token ids and pages
                 return [kind, list(item)]
+            if cls is list and all(type(member) is tuple and SCALARS.issuperset(map(type, member)) for member in item):
+                return [PAGES, list(item)]
             return [kind, [self._refer(member) for member in item]]
         if isinstance(item, bytearray):
             return [kind, list(item)]
@@ -126,6 +122,8 @@ def _allocate(kind: str, payload: Any) -> Any:
         return _find(payload)
     if kind == "enum":
         return _find(payload[0])[payload[1]]
+    if kind == PAGES:
+        return [tuple(member) for member in payload]
     if kind == "bytearray":
         return bytearray(payload)
     if kind == "count":
