@@ -1,5 +1,6 @@
 """Where a model's files are and what kind they are; knows no tensors and no tokenizer."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,14 +39,14 @@ def locate_model(config: EngineConfig) -> ModelFiles:
         from aserve.demo_model import find_demo_model
 
         return find_demo_model()
-    path = Path(config.model).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(config.model))
+    if config.model and path.exists():
         if config.revision is not None:
             raise ConfigError(f"a revision ({config.revision}) only makes sense with a hub id; {path} is local")
         return _locate_local(path)
     match = HUB_ID.fullmatch(config.model)
     if match is None:
-        raise ConfigError(f"there is no file or folder {config.model}, and it is not a hub id of the form org/name")
+        raise ConfigError(f"there is no file or folder {config.model!r}, and it is not a hub id of the form org/name")
     from aserve.hub import fetch
 
     return fetch(match["repo"], config.revision, match["file"])
