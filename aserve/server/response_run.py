@@ -38,7 +38,7 @@ class ResponseRun:
 
     async def execute(self, messages: list[Message]) -> ResponseStatus:
         """Answer ``messages``; raise what is known before the first event, after which nothing was written."""
-        prompt_ids = await self._engine.encode(messages, add_generation_prompt=self._request.generate)
+        prompt_ids = await self._engine.encode(messages)
         self._usage = Usage(len(prompt_ids), 0, 0)
         if not self._is_cancelled:
             self._submit(prompt_ids)

@@ -17,7 +17,7 @@ MAX_INPUT_ITEMS = 4096
 MAX_METADATA = 16
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
 
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 # Describe features that add nothing to a text model's answer, or hints that a single server has no use for.
@@ -200,7 +200,7 @@ def _read_item(name: str, item: object) -> Message:
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise ClientError(f"{name}.role must be one of {', '.join(ROLES)}, got {role!r}", param=f"{name}.role")
-    return {"role": ROLES[role], "content": _read_content(f"{name}.content", item.get("content"))}
+    return {"role": role, "content": _read_content(f"{name}.content", item.get("content"))}
 
 
 def _read_content(name: str, content: object) -> str:
