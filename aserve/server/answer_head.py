@@ -6,6 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 from aserve import __version__
+from aserve.request import Request
 from aserve.server.schema import AnswerOptions
 from aserve.server.sse import encode_json
 from aserve.server.usage import UsageTally
@@ -24,10 +25,17 @@ class AnswerHead:
     tally: UsageTally
     unique: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    arrival_time_s: float = field(default_factory=time.monotonic)
 
-    def request_id(self, choice: int) -> str:
-        """Return the engine's id of one choice."""
-        return f"{self.id_prefix}-{self.unique}-{choice}"
+    def request(self, prompt_ids: tuple[int, ...], choice: int) -> Request:
+        """Return the engine's request for one choice."""
+        return Request(
+            request_id=f"{self.id_prefix}-{self.unique}-{choice}",
+            prompt_token_ids=prompt_ids,
+            params=self.options.params_of(choice % self.options.n),
+            priority=self.options.priority,
+            arrival_time_s=self.arrival_time_s,
+        )
 
     def fields(self) -> dict[str, Any]:
         """Return the fields that come before ``choices``."""

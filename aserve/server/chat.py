@@ -1,7 +1,6 @@
 """POST /v1/chat/completions."""
 
 import asyncio
-import time
 from typing import Any
 
 import orjson
@@ -11,6 +10,7 @@ from aserve.request import Request
 from aserve.server.answer_head import AnswerHead
 from aserve.server.chat_frames import ChatFrames
 from aserve.server.collect_sink import CollectSink
+from aserve.server.errors import blaming
 from aserve.server.generation import collect, send_json, stream
 from aserve.server.json_body import read_json
 from aserve.server.logprobs import TokenNames, chat_logprobs
@@ -30,35 +30,28 @@ class ChatCompletions:
         state = self._state
         body = await read_json(scope, receive, state.max_body_bytes)
         messages, options = parse_chat(body, state.engine.limits.vocab_size)
-        model = state.check_model(options.model)
-        prompt_ids = tuple(await state.engine.encode(messages))
         kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
-        head = AnswerHead("chatcmpl", kind, model, options, UsageTally(options.n))
-        requests = [_request(head, prompt_ids, choice) for choice in range(options.n)]
-        names = TokenNames(state.engine.tokenizer, hides_special=options.params.skip_special_tokens)
-        if options.is_streamed:
-            builders = [ChatFrames(head, choice, names) for choice in range(options.n)]
-            await stream(state, scope, send, requests, builders, head.usage_chunk)
+        head = AnswerHead("chatcmpl", kind, state.check_model(options.model), options, UsageTally(options.n))
+        with blaming("messages"):
+            prompt_ids = tuple(await state.engine.encode(messages))
+            await self._answer(head, [head.request(prompt_ids, choice) for choice in range(options.n)], scope, send)
+
+    async def _answer(self, head: AnswerHead, requests: list[Request], scope: Scope, send: Send) -> None:
+        params = head.options.params
+        names = TokenNames(self._state.engine.tokenizer, hides_special=params.skip_special_tokens)
+        if head.options.is_streamed:
+            builders = [ChatFrames(head, choice, names) for choice in range(len(requests))]
+            await stream(self._state, scope, send, requests, builders, head.usage_chunk)
             return
-        sinks = await collect(state, scope, requests)
-        if options.params.logprobs is None:
-            answer = _answer(head, sinks, names)
+        sinks = await collect(self._state, scope, requests)
+        if params.logprobs is None:
+            answer = _render(head, sinks, names)
         else:
-            answer = await asyncio.to_thread(_answer, head, sinks, names)
+            answer = await asyncio.to_thread(_render, head, sinks, names)
         await send_json(send, answer)
 
 
-def _request(head: AnswerHead, prompt_ids: tuple[int, ...], choice: int) -> Request:
-    return Request(
-        request_id=head.request_id(choice),
-        prompt_token_ids=prompt_ids,
-        params=head.options.params_of(choice),
-        priority=head.options.priority,
-        arrival_time_s=time.monotonic(),
-    )
-
-
-def _answer(head: AnswerHead, sinks: list[CollectSink], names: TokenNames) -> bytes:
+def _render(head: AnswerHead, sinks: list[CollectSink], names: TokenNames) -> bytes:
     choices = [_choice(head, choice, sink, names) for choice, sink in enumerate(sinks)]
     return orjson.dumps({**head.fields(), "choices": choices, "usage": head.tally.body()})
 

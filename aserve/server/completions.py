@@ -1,18 +1,18 @@
 """POST /v1/completions."""
 
 import asyncio
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from aserve.errors import ClientError
 from aserve.request import Request
 from aserve.server.answer_head import AnswerHead
 from aserve.server.collect_sink import CollectSink
 from aserve.server.completion_frames import CompletionFrames, EchoedPrompt
+from aserve.server.errors import blaming
 from aserve.server.generation import collect, send_json, stream
 from aserve.server.json_body import read_json
 from aserve.server.logprobs import CompletionLogprobs, join_completion_logprobs
@@ -20,6 +20,15 @@ from aserve.server.prompts import OnePrompt, parse_prompts
 from aserve.server.schema import AnswerOptions, parse_completion
 from aserve.server.state import ServerState
 from aserve.server.usage import UsageTally
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One choice: what the engine is asked, and what its answer repeats and reports."""
+
+    request: Request
+    echo: EchoedPrompt
+    logprobs: CompletionLogprobs | None
 
 
 class Completions:
@@ -33,35 +42,36 @@ class Completions:
         state = self._state
         vocab_size = state.engine.limits.vocab_size
         fields, options = parse_completion(await read_json(scope, receive, state.max_body_bytes), vocab_size)
-        model = state.check_model(options.model)
+        head = AnswerHead("cmpl", "text_completion", state.check_model(options.model), options, UsageTally(options.n))
         prompts = parse_prompts(fields.prompt, options.n, vocab_size)
-        token_ids = [await self._encode(prompt) for prompt in prompts]
-        head = AnswerHead("cmpl", "text_completion", model, options, UsageTally(options.n))
-        requests = _requests(head, token_ids)
-        echoes = [
-            self._echo(prompt, ids, options) if fields.echo else EchoedPrompt()
-            for prompt, ids in zip(prompts, token_ids, strict=True)
-        ]
-        shapers = [self._shaper(options) for _ in requests]
-        if options.is_streamed:
-            builders = [
-                CompletionFrames(head, choice, echoes[choice // options.n], shaper)
-                for choice, shaper in enumerate(shapers)
+        with blaming("prompt"):
+            token_ids = [tuple(await state.engine.encode(prompt)) for prompt in prompts]
+            echoes = (
+                [self._echo(*pair, options) for pair in zip(prompts, token_ids, strict=True)] if fields.echo else []
+            )
+            choices = [
+                Choice(
+                    request=head.request(ids, prompt * options.n + choice),
+                    echo=echoes[prompt] if echoes else EchoedPrompt(),
+                    logprobs=self._shaper(options),
+                )
+                for prompt, ids in enumerate(token_ids)
+                for choice in range(options.n)
             ]
-            await stream(state, scope, send, requests, builders, head.usage_chunk)
-            return
-        sinks = await collect(state, scope, requests)
-        if options.params.logprobs is None:
-            answer = _answer(head, sinks, echoes, shapers)
-        else:
-            answer = await asyncio.to_thread(_answer, head, sinks, echoes, shapers)
-        await send_json(send, answer)
+            await self._answer(head, choices, scope, send)
 
-    async def _encode(self, prompt: OnePrompt) -> tuple[int, ...]:
-        token_ids = tuple(await self._state.engine.encode(prompt))
-        if not token_ids:
-            raise ClientError("a prompt has no tokens", param="prompt")
-        return token_ids
+    async def _answer(self, head: AnswerHead, choices: list[Choice], scope: Scope, send: Send) -> None:
+        requests = [choice.request for choice in choices]
+        if head.options.is_streamed:
+            builders = [CompletionFrames(head, place, one.echo, one.logprobs) for place, one in enumerate(choices)]
+            await stream(self._state, scope, send, requests, builders, head.usage_chunk)
+            return
+        sinks = await collect(self._state, scope, requests)
+        if head.options.params.logprobs is None:
+            answer = _render(head, choices, sinks)
+        else:
+            answer = await asyncio.to_thread(_render, head, choices, sinks)
+        await send_json(send, answer)
 
     def _echo(self, prompt: OnePrompt, token_ids: tuple[int, ...], options: AnswerOptions) -> EchoedPrompt:
         if isinstance(prompt, str):
@@ -75,48 +85,24 @@ class Completions:
         return CompletionLogprobs(self._state.engine.tokenizer, skip_special_tokens=options.params.skip_special_tokens)
 
 
-def _requests(head: AnswerHead, token_ids: Sequence[tuple[int, ...]]) -> list[Request]:
-    options = head.options
-    return [
-        Request(
-            request_id=head.request_id(prompt * options.n + choice),
-            prompt_token_ids=ids,
-            params=options.params_of(choice),
-            priority=options.priority,
-            arrival_time_s=time.monotonic(),
-        )
-        for prompt, ids in enumerate(token_ids)
-        for choice in range(options.n)
+def _render(head: AnswerHead, choices: Sequence[Choice], sinks: Sequence[CollectSink]) -> bytes:
+    shown = [
+        _choice(head, place, choice, sink) for place, (choice, sink) in enumerate(zip(choices, sinks, strict=True))
     ]
+    return orjson.dumps({**head.fields(), "choices": shown, "usage": head.tally.body()})
 
 
-def _answer(
-    head: AnswerHead,
-    sinks: Sequence[CollectSink],
-    echoes: Sequence[EchoedPrompt],
-    shapers: Sequence[CompletionLogprobs | None],
-) -> bytes:
-    n = head.options.n
-    choices = [
-        _choice(head, choice, sink, echoes[choice // n], shaper)
-        for choice, (sink, shaper) in enumerate(zip(sinks, shapers, strict=True))
-    ]
-    return orjson.dumps({**head.fields(), "choices": choices, "usage": head.tally.body()})
-
-
-def _choice(
-    head: AnswerHead, choice: int, sink: CollectSink, echo: EchoedPrompt, shaper: CompletionLogprobs | None
-) -> dict[str, Any]:
+def _choice(head: AnswerHead, place: int, choice: Choice, sink: CollectSink) -> dict[str, Any]:
     last = sink.last
     assert last is not None  # a request that has not failed ends with an output
-    head.tally.note(choice, last)
+    head.tally.note(place, last)
     logprobs = None
-    if shaper is not None:
-        prompt = echo.logprobs(shaper, sink.prompt_logprobs)
-        logprobs = join_completion_logprobs((prompt, shaper.output(sink.logprobs)))
+    if choice.logprobs is not None:
+        prompt = choice.echo.logprobs(choice.logprobs, sink.prompt_logprobs)
+        logprobs = join_completion_logprobs((prompt, choice.logprobs.output(sink.logprobs)))
     return {
-        "index": choice,
-        "text": echo.text + sink.text,
+        "index": place,
+        "text": choice.echo.text + sink.text,
         "logprobs": logprobs,
         "finish_reason": last.finish_reason,
     }

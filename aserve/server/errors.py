@@ -4,6 +4,8 @@ The shape is OpenAI's: ``{"error": {"message", "type", "param", "code"}}``.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,17 @@ class BodyTooLargeError(ClientError):
     """The body has more bytes than the server takes."""
 
     status = 413
+
+
+@contextmanager
+def blaming(param: str) -> Iterator[None]:
+    """Name ``param`` in errors of the tokenizer and the engine, which do not know what the client calls its prompt."""
+    try:
+        yield
+    except ClientError as error:
+        if error.param in (None, "prompt"):
+            error.param = param
+        raise
 
 
 TYPES = {

@@ -35,7 +35,6 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_generation_prompt: bool = True
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -75,7 +74,7 @@ async def tokenize(state: ServerState, scope: Scope, receive: Receive) -> dict[s
     if (fields.prompt is None) == (fields.messages is None):
         raise ClientError("give either prompt or messages", param="prompt")
     if fields.messages is not None:
-        token_ids = await state.engine.encode(fields.messages, add_generation_prompt=fields.add_generation_prompt)
+        token_ids = await state.engine.encode(fields.messages)
     else:
         token_ids = await state.engine.encode(fields.prompt or "")
     return {"tokens": token_ids, "count": len(token_ids), "max_model_len": state.engine.limits.max_model_len}
