@@ -1,29 +1,21 @@
 """The table of attention backends, and how a setting becomes one of them."""
 
 import logging
-from importlib.util import find_spec
 
 from aserve.attention.base import AttentionBackend, AttentionProblem
 from aserve.attention.hybrid import HybridBackend
 from aserve.errors import ConfigError
+from aserve.kernels.cpu import library
 from aserve.registry import Entry, Registry
 
 logger = logging.getLogger(__name__)
-
-
-def _refuse_cpu() -> str | None:
-    if find_spec("aserve.kernels.cpu.library") is None:
-        return "this installation has no C kernels"
-    from aserve.kernels.cpu.library import refusal
-
-    return refusal()
 
 
 BACKENDS: Registry[type[AttentionBackend]] = Registry(
     "attention backend",
     {
         "torch": Entry("aserve.attention.torch_backend:TorchBackend"),
-        "cpu": Entry("aserve.attention.cpu_backend:CpuBackend", _refuse_cpu),
+        "cpu": Entry("aserve.attention.cpu_backend:CpuBackend", library.refusal),
     },
 )
 

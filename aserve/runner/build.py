@@ -15,6 +15,7 @@ from aserve.models.decoder import Decoder
 from aserve.runner.base import ModelRunner
 from aserve.runner.calibrate import MAX_CPU_TOKENS, MAX_STEP_S, StepCost, StepTimer, measure_step_cost
 from aserve.runner.choose_dtype import resolve_dtype
+from aserve.runner.compute_thread import ComputeThread
 from aserve.runner.executor import DeviceParts, StepExecutor
 from aserve.runner.kv_pool import KVLayout, allocate_pool
 from aserve.runner.resolve import (
@@ -47,7 +48,8 @@ def build_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: Set[int
     model = load_model(files, device=device, dtype=dtype, quantization=method.name, operators=operators).model
     parts = assemble(config, model, operators, device, dtype)
     executor = StepExecutor(parts, eos_token_ids)
-    cost = _resolve_step_cost(config, parts, executor)
+    thread = ComputeThread(num_threads)
+    cost = _resolve_step_cost(config, parts, executor, thread)
     limits = Limits(
         vocab_size=model.config.vocab_size,
         max_model_len=parts.max_model_len,
@@ -57,7 +59,7 @@ def build_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: Set[int
         page_size=parts.page_size,
         context_cost=cost.context_cost,
     )
-    return TorchRunner(executor, limits, num_threads)
+    return TorchRunner(executor, limits, thread)
 
 
 def assemble(
@@ -99,14 +101,17 @@ def _attention_problem(
     )
 
 
-def _resolve_step_cost(config: EngineConfig, parts: DeviceParts, executor: StepExecutor) -> StepCost:
+def _resolve_step_cost(
+    config: EngineConfig, parts: DeviceParts, executor: StepExecutor, thread: ComputeThread
+) -> StepCost:
     """Return the token budget of a step; what is set is taken as it is, so that attention costs nothing extra."""
     if config.max_num_batched_tokens is not None:
         cost, reason = StepCost(config.max_num_batched_tokens, 0.0), "as set"
     elif parts.device.type == "cuda":
         cost, reason = StepCost(GPU_MAX_NUM_BATCHED_TOKENS, 0.0), "default on a GPU"
     else:
-        cost = measure_step_cost(StepTimer(executor.execute, parts.max_num_seqs, parts.max_model_len))
+        timer = StepTimer(executor.execute, parts.max_num_seqs, parts.max_model_len)
+        cost = thread.submit(measure_step_cost, timer).result()
         reason = f"measured: a full step stays under {MAX_STEP_S * 1000:g} ms"
         log_choice(
             "context_cost", f"{cost.context_cost:.3g}", "measured: of a token's linear layers, per earlier token"

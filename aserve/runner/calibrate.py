@@ -1,5 +1,6 @@
 """What this CPU can do, measured on the loaded model at start: how large a step may be, and what context costs."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,18 +34,32 @@ class StepTimer:
         self.max_model_len = max_model_len
 
     def time_s(self, spans: list[tuple[int, int]]) -> float:
-        """Return the better of two timings of a step over ``spans`` of (computed, scheduled) tokens."""
-        return min(self._execute(dummy_plan(self._dummy_row, spans)).step_time_s for _ in range(2))
+        """Return the better of two timings of a step over ``spans`` of (computed, scheduled) tokens.
+
+        The calling thread's own CPU time: it computes or spins from start to end of a step, and what
+        other processes take at the moment does not count.
+        """
+        return min(self._time_once_s(spans) for _ in range(2))
+
+    def _time_once_s(self, spans: list[tuple[int, int]]) -> float:
+        plan = dummy_plan(self._dummy_row, spans)
+        started_at_s = time.thread_time()
+        self._execute(plan)
+        return time.thread_time() - started_at_s
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Largest step that ``full_step_s`` can lay out."""
+        return min(MAX_CPU_TOKENS, self.max_num_seqs * (self.max_model_len - 1) // 2)
 
     def full_step_s(self, num_tokens: int) -> float:
         """Time a step as a busy server has it: decodes beside prompt chunks, all of them sampled."""
-        num_decodes = min(self.max_num_seqs, num_tokens // 2)
+        num_decodes = min(self.max_num_seqs, num_tokens) // 2
         spans = [(0, 1)] * num_decodes
         left = num_tokens - num_decodes
         while left > 0:
-            chunk = min(left, self.max_model_len - 1)
-            spans.append((0, chunk))
-            left -= chunk
+            spans.append((0, min(left, self.max_model_len - 1)))
+            left -= spans[-1][1]
         return self.time_s(spans)
 
 
@@ -58,12 +73,13 @@ def measure_step_cost(timer: StepTimer) -> StepCost:
 def _find_budget(timer: StepTimer) -> tuple[int, float]:
     """Return the number of tokens and the seconds they took: double, then interpolate once the target is near."""
     target_s = MAX_STEP_S * HEADROOM
-    num_tokens, step_s = 2 * GRAIN, timer.full_step_s(2 * GRAIN)
-    while step_s < target_s / 2 and num_tokens < MAX_CPU_TOKENS:
-        num_tokens *= 2
+    num_tokens = min(2 * GRAIN, timer.max_num_tokens)
+    step_s = timer.full_step_s(num_tokens)
+    while step_s < target_s / 2 and num_tokens < timer.max_num_tokens:
+        num_tokens = min(2 * num_tokens, timer.max_num_tokens)
         step_s = timer.full_step_s(num_tokens)
-    for _ in range(3):
-        fitting = min(MAX_CPU_TOKENS, int(num_tokens * target_s / step_s) // GRAIN * GRAIN)
+    for _ in range(2):
+        fitting = min(int(num_tokens * target_s / step_s) // GRAIN * GRAIN, timer.max_num_tokens)
         if step_s <= target_s and fitting <= num_tokens * 1.1:
             break
         num_tokens = max(GRAIN, fitting)

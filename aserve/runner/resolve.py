@@ -9,6 +9,9 @@ import torch
 from aserve.attention.base import AttentionBackend
 from aserve.config import EngineConfig
 from aserve.errors import ConfigError
+from aserve.kernels.cpu import library
+from aserve.kernels.cpu_operators import CpuOperators
+from aserve.kernels.operators import Operators
 from aserve.model_files import ModelFiles
 from aserve.quantization.base import QuantMethod
 from aserve.quantization.registry import resolve_quantization
@@ -52,6 +55,17 @@ def resolve_quant_method(setting: str, files: ModelFiles, device: torch.device) 
         reason = "the demo model on a CPU" if method.name != "none" else "other than the demo on a CPU: only if asked"
     log_choice("quantization", method.name, reason)
     return method
+
+
+def resolve_operators(device: torch.device) -> Operators:
+    """Return the small operators: in C on a CPU where they can be built, else in torch."""
+    if device.type != "cpu":
+        return Operators()
+    if (reason := library.refusal()) is not None:
+        log_choice("operators", "torch", reason)
+        return Operators()
+    log_choice("operators", "C", "first choice on a CPU")
+    return CpuOperators()
 
 
 def resolve_max_num_seqs(setting: int | None, device: torch.device) -> int:

@@ -1,11 +1,10 @@
 """The runner of devices that torch drives synchronously: one compute thread executes launched steps in order."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
-
-import torch
+from concurrent.futures import Future
 
 from aserve.errors import EngineDeadError
 from aserve.runner.base import ModelRunner
+from aserve.runner.compute_thread import ComputeThread
 from aserve.runner.executor import StepExecutor
 from aserve.runner.warm_up import warm_up_plans
 from aserve.scheduler.limits import Limits
@@ -15,13 +14,11 @@ from aserve.scheduler.plan import StepPlan, StepTokens
 class TorchRunner(ModelRunner):
     """``launch`` only enqueues; the thread computes without the interpreter lock for most of a step."""
 
-    def __init__(self, executor: StepExecutor, limits: Limits, num_threads: int) -> None:
+    def __init__(self, executor: StepExecutor, limits: Limits, thread: ComputeThread) -> None:
         self._executor: StepExecutor | None = executor
         self._limits = limits
+        self._thread = thread
         self._failure: BaseException | None = None
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="aserve-compute", initializer=torch.set_num_threads, initargs=(num_threads,)
-        )
 
     @property
     def limits(self) -> Limits:
@@ -39,7 +36,7 @@ class TorchRunner(ModelRunner):
 
     def close(self) -> None:
         self._executor = None
-        self._thread.shutdown(wait=True)
+        self._thread.close()
 
     def _execute(self, executor: StepExecutor, plan: StepPlan) -> StepTokens:
         """Run on the compute thread. After a failed step the device's state is unknown, so all later ones fail too."""
