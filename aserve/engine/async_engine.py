@@ -121,6 +121,9 @@ class AsyncEngine:
         except asyncio.CancelledError:
             loading.add_done_callback(_close_unwanted)
             raise
+        if self._is_stopped:
+            await asyncio.wrap_future(run_in_thread(parts.runner.close, "aserve-close"))
+            raise EngineDeadError("the engine was stopped while it was loading")
         self._tuning.apply()
         limits = parts.runner.limits
         settings = {

@@ -18,9 +18,13 @@ class OutputStream:
     __slots__ = (
         "_detokenizer",
         "_ending_is_shown",
-        "_is_started",
         "_last_token_s",
         "_metrics",
+        "_min_tokens",
+        "_num_prompt_tokens",
+        "_observe_gap",
+        "_request_id",
+        "_started_s",
         "_stops",
         "is_finished",
         "num_cached_tokens",
@@ -37,67 +41,63 @@ class OutputStream:
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self._metrics = metrics
+        self._observe_gap = metrics.inter_token.observe
         self._detokenizer = tokenizer.detokenizer(params.skip_special_tokens)
         self._stops = StopStringFilter(params.stop) if params.stop else None
         self._ending_is_shown = params.include_stop_str_in_output
-        self._is_started = False
+        self._min_tokens = params.min_tokens
+        self._request_id = request.request_id
+        self._num_prompt_tokens = len(request.prompt_token_ids)
+        self._started_s: float | None = None  # when the first step of its prompt was launched
         self._last_token_s = 0.0  # when the newest token was committed
 
     def note_start(self, now: float) -> None:
         """Note that a step with the first of its prompt is launched; a restart after preemption changes nothing."""
-        if not self._is_started:
-            self._is_started = True
+        if self._started_s is None:
+            self._started_s = now
             self._metrics.queue_time.observe(now - self.request.arrival_time_s)
+            self._metrics.num_prompt_tokens += self._num_prompt_tokens
 
     def deliver(self, delta: SequenceDelta, now: float) -> bool:
         """Pass on what a step brought at time ``now``; True if a stop string ended the request just now."""
         if self.is_finished:  # a stop string matched or the request was aborted while this delta waited
             return False
-        if delta.error is not None:
-            self.fail(AserveError(delta.error), now)
-            return False
         token_ids = delta.token_ids
-        finish_reason = delta.finish_reason
-        stop_reason: str | int | None = None
-        self.num_cached_tokens = delta.num_cached_tokens
-        if delta.stop_token_id is not None and delta.stop_token_id in self.request.params.stop_token_ids:
-            stop_reason = delta.stop_token_id
-        if self._stops is None:
-            text = self._detokenizer.push(self._visible(token_ids, delta))
-            if finish_reason is not None:
-                text += self._detokenizer.flush()
-            count = len(token_ids)
-        else:
-            text, count, stop = self._filter(self._visible(token_ids, delta), finish_reason is not None)
-            if stop is None:
-                count = len(token_ids)
-            else:
-                finish_reason, stop_reason = FinishReason.STOP, stop
-        self._count_tokens(count, now)
-        self._put(
+        num_output_tokens = self.num_output_tokens
+        if delta.finish_reason is not None or len(token_ids) != 1 or not num_output_tokens:
+            return self._deliver_rare(delta, now)
+        # The usual case, once for each token of each stream: one more token, and the request goes on.
+        text = self._detokenizer.push(token_ids)
+        if self._stops is not None and num_output_tokens >= self._min_tokens:
+            text, stop = self._stops.push(text)
+            if stop is not None:
+                self._count_tokens(1, now)
+                self._put(self._output(delta, self._closed(text, stop), 1, FinishReason.STOP, stop), now)
+                return True
+        self.num_output_tokens = num_output_tokens = num_output_tokens + 1
+        self._metrics.num_generation_tokens += 1
+        self._observe_gap(now - self._last_token_s)
+        self._last_token_s = now
+        self.sink.put(
             RequestOutput(
-                self.request.request_id,
+                self._request_id,
                 text,
-                token_ids if count == len(token_ids) else token_ids[:count],
-                len(self.request.prompt_token_ids),
-                self.num_output_tokens,
+                token_ids,
+                self._num_prompt_tokens,
+                num_output_tokens,
                 self.num_cached_tokens,
-                finish_reason,
-                stop_reason,
-                delta.logprobs if delta.logprobs is None else delta.logprobs[:count],
-                delta.prompt_logprobs,
-            ),
-            now,
+                None,
+                None,
+                delta.logprobs,
+            )
         )
-        return finish_reason is not None and delta.finish_reason is None
+        return False
 
     def abort(self, now: float) -> None:
         """End with finish reason ABORT and whatever text is still held back."""
         if not self.is_finished:
-            text = self._detokenizer.flush()
-            if self._stops is not None:
-                text = self._stops.push(text)[0] + self._stops.flush()
-            self._put(self._empty_output(text, FinishReason.ABORT), now)
+            delta = SequenceDelta(self._request_id, [], self.num_cached_tokens)
+            self._put(self._output(delta, self._flush()[0], 0, FinishReason.ABORT, None), now)
 
     def fail(self, error: AserveError, now: float, reason: FinishReason = FinishReason.ERROR) -> None:
         """End with ``error`` in place of a last output; ``reason`` is what the metrics count."""
@@ -105,52 +105,92 @@ class OutputStream:
             self._finish(reason, now)
             self.sink.fail(error)
 
-    def _visible(self, token_ids: list[int], delta: SequenceDelta) -> list[int]:
-        """Leave out the token that ended the request, unless it was asked for."""
-        hides_last = delta.stop_token_id is not None and not self._ending_is_shown
-        return token_ids[:-1] if hides_last else token_ids
+    def _deliver_rare(self, delta: SequenceDelta, now: float) -> bool:
+        """Deliver the first delta, the last, one without a token or with several."""
+        if delta.error is not None:
+            self.fail(AserveError(delta.error), now)
+            return False
+        if not self.num_output_tokens:
+            self.num_cached_tokens = delta.num_cached_tokens
+            self._metrics.num_cached_tokens += delta.num_cached_tokens
+        finish_reason = delta.finish_reason
+        text, count, stop = self._decode(delta)
+        stop_reason: str | int | None = stop
+        if stop is not None:
+            finish_reason = FinishReason.STOP
+        elif delta.stop_token_id in self.request.params.stop_token_ids:
+            stop_reason = delta.stop_token_id
+        self._count_tokens(count, now)
+        self._put(self._output(delta, text, count, finish_reason, stop_reason), now)
+        return finish_reason is not None and delta.finish_reason is None
 
-    def _filter(self, token_ids: list[int], is_last: bool) -> tuple[str, int, str | None]:
-        """Return ``(text to show, tokens up to the match, stop string)``.
+    def _decode(self, delta: SequenceDelta) -> tuple[str, int, str | None]:
+        """Return ``(text to show, tokens up to the match, stop string)``; without a match all tokens.
 
         Tokens go in one by one, so that they can be counted. The first ``min_tokens`` cannot be part of a stop string.
+        The token that ended the request is left out of the text, unless it was asked for.
         """
-        assert self._stops is not None
+        num_tokens = len(delta.token_ids)
+        hides_last = delta.stop_token_id is not None and not self._ending_is_shown
         pieces: list[str] = []
-        for count, token_id in enumerate(token_ids, start=1):
-            text = self._detokenizer.push([token_id])
-            if self.num_output_tokens + count <= self.request.params.min_tokens:
-                pieces.append(text)
-                continue
-            shown, stop = self._stops.push(text)
+        for count, token_id in enumerate(delta.token_ids[: num_tokens - hides_last], start=1):
+            shown, stop = self._detokenizer.push([token_id]), None
+            if self._stops is not None and self.num_output_tokens + count > self._min_tokens:
+                shown, stop = self._stops.push(shown)
             pieces.append(shown)
             if stop is not None:
-                return self._cut(pieces, stop), count, stop
-        if is_last:
-            shown, stop = self._stops.push(self._detokenizer.flush())
+                return self._closed("".join(pieces), stop), count, stop
+        if delta.finish_reason is not None:
+            shown, stop = self._flush()
             pieces.append(shown)
             if stop is not None:
-                return self._cut(pieces, stop), len(token_ids), stop
-            pieces.append(self._stops.flush())
-        return "".join(pieces), len(token_ids), None
+                return self._closed("".join(pieces), stop), num_tokens, stop
+        return "".join(pieces), num_tokens, None
 
-    def _cut(self, pieces: list[str], stop: str) -> str:
-        return "".join(pieces) + (stop if self._ending_is_shown else "")
+    def _flush(self) -> tuple[str, str | None]:
+        """Return the text still held back, and the stop string that it completes if it does."""
+        text = self._detokenizer.flush()
+        if self._stops is None:
+            return text, None
+        shown, stop = self._stops.push(text)
+        return (shown, stop) if stop is not None else (shown + self._stops.flush(), None)
+
+    def _closed(self, text: str, stop: str) -> str:
+        return text + stop if self._ending_is_shown else text
 
     def _count_tokens(self, count: int, now: float) -> None:
         """Keep totals and times; the tokens of one step share its time."""
         if count == 0:
             return
-        metrics = self._metrics
-        metrics.num_generation_tokens += count
+        self._metrics.num_generation_tokens += count
         if self.num_output_tokens == 0:
-            metrics.time_to_first_token.observe(now - self.request.arrival_time_s)
-            metrics.num_prompt_tokens += len(self.request.prompt_token_ids)
-            metrics.num_cached_tokens += self.num_cached_tokens
+            self._metrics.time_to_first_token.observe(now - self.request.arrival_time_s)
         else:
-            metrics.inter_token.observe(now - self._last_token_s)
+            self._observe_gap(now - self._last_token_s)
         self.num_output_tokens += count
         self._last_token_s = now
+
+    def _output(
+        self,
+        delta: SequenceDelta,
+        text: str,
+        count: int,
+        finish_reason: FinishReason | None,
+        stop_reason: str | int | None,
+    ) -> RequestOutput:
+        """Build the output of the first ``count`` tokens of ``delta``."""
+        return RequestOutput(
+            self._request_id,
+            text,
+            delta.token_ids[:count],
+            self._num_prompt_tokens,
+            self.num_output_tokens,
+            self.num_cached_tokens,
+            finish_reason,
+            stop_reason,
+            delta.logprobs and delta.logprobs[:count],
+            delta.prompt_logprobs,
+        )
 
     def _put(self, output: RequestOutput, now: float) -> None:
         if output.finish_reason is not None:
@@ -159,16 +199,5 @@ class OutputStream:
 
     def _finish(self, reason: FinishReason, now: float) -> None:
         self.is_finished = True
-        num_prompt = len(self.request.prompt_token_ids)
-        self._metrics.record_finish(reason, num_prompt, self.num_output_tokens, now - self.request.arrival_time_s)
-
-    def _empty_output(self, text: str, reason: FinishReason) -> RequestOutput:
-        return RequestOutput(
-            self.request.request_id,
-            text,
-            [],
-            len(self.request.prompt_token_ids),
-            self.num_output_tokens,
-            self.num_cached_tokens,
-            reason,
-        )
+        elapsed_s = now - self.request.arrival_time_s
+        self._metrics.record_finish(reason, self._num_prompt_tokens, self.num_output_tokens, elapsed_s)

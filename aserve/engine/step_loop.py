@@ -10,6 +10,7 @@ delta's own delivery: a step costs one wake-up from the device and one loop turn
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -151,11 +152,11 @@ class StepLoop:
         self.trace.record_tokens(tokens)
         deltas = self.scheduler.commit(tokens)
         now = time.monotonic()
-        streams = self.streams
+        find, append = self.streams.get, self._backlog.append
         for delta in deltas:
-            stream = streams.get(delta.request_id)
+            stream = find(delta.request_id)
             if stream is not None:
-                self._backlog.append((stream, delta, now))
+                append((stream, delta, now))
         self._observe_step(flight, tokens)
         self.trace.rotate(is_idle=False)
 
@@ -196,7 +197,7 @@ class StepLoop:
         """Wake the loop; called on the runner's thread."""
         flight.done_s = time.monotonic()
         assert self._loop is not None
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the event loop was closed without a stop of the engine
             self._loop.call_soon_threadsafe(self._events.set)
 
     def _fan_out(self) -> None:
@@ -204,16 +205,15 @@ class StepLoop:
         backlog = self._backlog
         for _ in range(min(FAN_OUT_STREAMS, len(backlog))):
             stream, delta, now = backlog.popleft()
-            request_id = delta.request_id
             try:
                 if stream.deliver(delta, now):
-                    self._abort_sequence(request_id, FinishReason.STOP)
+                    self._abort_sequence(delta.request_id, FinishReason.STOP)
             except Exception:
-                logger.exception("request %s: its sink or detokenizer failed", request_id)
+                logger.exception("request %s: its sink or detokenizer failed", delta.request_id)
                 stream.is_finished = True
-                self._abort_sequence(request_id, FinishReason.ERROR)
-            if stream.is_finished and self.streams.get(request_id) is stream:
-                self.remove(request_id)
+                self._abort_sequence(delta.request_id, FinishReason.ERROR)
+            if stream.is_finished and self.streams.get(delta.request_id) is stream:
+                self.remove(delta.request_id)
 
     def _abort_sequence(self, request_id: str, reason: FinishReason) -> None:
         if self.scheduler.abort(request_id, reason):
