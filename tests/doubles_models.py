@@ -64,19 +64,15 @@ class PagedSequence:
         return self._model.compute_logits(self._model.forward(torch.tensor(token_ids), context))
 
 
-def load_gguf_in_transformers(path: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Return (LlamaForCausalLM in fp32, its weights as transformers' GGUF loader reads them)."""
+def read_demo_in_transformers(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return (config fields, tensors) of the demo model as transformers' GGUF loader reads them."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config = LlamaConfig(**load_gguf_checkpoint(path)["config"])
-    model = LlamaForCausalLM(config)
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model.eval(), tensors
+    with torch.device("meta"):
+        names_only = LlamaForCausalLM(LlamaConfig(**TINY | {"num_hidden_layers": 30}))
+    parsed = load_gguf_checkpoint(path, return_tensors=True, model_to_load=names_only)
+    return parsed["config"], parsed["tensors"]
 
 
 def make_oracle(model_type: str, changes: dict[str, Any], folder: Path) -> Any:
