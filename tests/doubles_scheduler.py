@@ -6,11 +6,14 @@ only when ``complete`` is called, as late as a real device might.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from aserve.request import Request, SamplingParams, TokenLogprobs
+from aserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from aserve.scheduler.delta import SequenceDelta
 from aserve.scheduler.limits import Limits
-from aserve.scheduler.plan import StepPlan, StepTokens
+from aserve.scheduler.plan import RowStart, StepPlan, StepTokens
+from aserve.scheduler.scheduler import Scheduler
 
 MASK = 2**61 - 1
 POISON = -1
@@ -24,7 +27,7 @@ def digest(history: int, token_id: int) -> int:
 
 def pick_token(history: int, seed: int, position: int, vocab_size: int) -> int:
     """Return the token after ``history``: like a seeded sample, it depends on (seed, position) alone besides."""
-    return (digest(digest(history, seed & 0xFFFF), position) >> 13) % vocab_size
+    return (digest(digest(history, seed), position) >> 13) % vocab_size
 
 
 def fails(history: int, params: SamplingParams) -> bool:
@@ -49,9 +52,11 @@ class Reference:
     logprobs: list[TokenLogprobs]
 
 
-def run_alone(request: Request, limits: Limits, eos_token_ids: frozenset[int], seed: int) -> Reference:
-    """Compute the outcome of ``request`` token by token, without batches, pages or caches."""
+def run_alone(request: Request, limits: Limits, eos_token_ids: frozenset[int]) -> Reference:
+    """Compute the outcome of ``request``, whose seed must be set, token by token: no batches, pages or caches."""
     params, history = request.params, 0
+    assert params.seed is not None
+    seed = params.seed + 2**64 if params.seed < 0 else params.seed
     prompt_logprobs: list[TokenLogprobs | None] = [None]
     for position, token_id in enumerate(request.prompt_token_ids):
         if position:
@@ -88,11 +93,10 @@ class DeviceDouble:
         num_pages = -(-limits.max_model_len // limits.page_size)
         self.page_table = [[-1] * num_pages for _ in range(limits.max_num_seqs)]
         self.token_pool = [[-1] * (limits.max_model_len + 1) for _ in range(limits.max_num_seqs)]
-        self.starts: list = [None] * limits.max_num_seqs
+        self.starts: list[RowStart | None] = [None] * limits.max_num_seqs
         self.pending: deque[StepPlan] = deque()
-        self.num_steps = 0
 
-    def poison(self, pages: list[int]) -> None:
+    def poison(self, pages: Iterable[int]) -> None:
         """Spoil what freed pages hold; the allocator's ``free`` is made to call this."""
         size = self.limits.page_size
         for page in pages:
@@ -116,7 +120,6 @@ class DeviceDouble:
     def complete(self) -> StepTokens:
         """Execute the oldest launched plan."""
         plan = self.pending.popleft()
-        self.num_steps += 1
         for start in plan.row_starts:
             self.starts[start.row] = start
             self.token_pool[start.row] = start.token_ids + [-1] * (self.limits.max_model_len + 1 - len(start.token_ids))
@@ -124,7 +127,7 @@ class DeviceDouble:
             self.page_table[row][index] = page
         tokens = StepTokens(plan.step_id, [], logprobs=[], prompt_logprobs={})
         rows = zip(plan.rows, plan.num_computed, plan.num_scheduled, plan.is_sampled, strict=True)
-        # All reads of what earlier steps wrote happen before the writes of rows behind, so a page with two owners shows.
+        # Every row is read again after all have written, so a page with two owners in one step shows.
         for place, (row, computed, scheduled, is_sampled) in enumerate(rows):
             self._compute(tokens, place, row, computed, scheduled, is_sampled)
         for row, computed, scheduled in zip(plan.rows, plan.num_computed, plan.num_scheduled, strict=True):
@@ -169,3 +172,133 @@ class DeviceDouble:
             pool[end] = token_id = pick_token(history, start.seed, end, self.limits.vocab_size)
         tokens.token_ids.append(token_id)
         tokens.logprobs.append(score(history, token_id) if start.params.logprobs is not None else None)
+
+
+@dataclass
+class Outcome:
+    """What a client has received for one request."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    num_cached_tokens: int | None = None
+    is_aborted: bool = False
+    num_deltas: int = 0
+
+    def take(self, delta: SequenceDelta) -> None:
+        """Append ``delta``; nothing may follow an abort or an end, and nothing may come twice."""
+        assert not self.is_aborted, "a delta after an abort"
+        assert self.finish_reason is None, "a delta after the end"
+        wants_scores = self.request.params.prompt_logprobs is not None
+        assert (delta.prompt_logprobs is not None) == (wants_scores and not self.num_deltas)
+        assert self.num_cached_tokens in (None, delta.num_cached_tokens), "num_cached_tokens changed"
+        self.num_deltas += 1
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or []
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        self.num_cached_tokens = delta.num_cached_tokens
+        self.finish_reason, self.stop_token_id, self.error = delta.finish_reason, delta.stop_token_id, delta.error
+
+    def check(self, reference: Reference) -> None:
+        """Raise AssertionError unless this is ``reference``, or its beginning while there is no end."""
+        assert self.token_ids == reference.token_ids[: len(self.token_ids)]
+        if self.finish_reason is None:
+            return
+        assert self.token_ids == reference.token_ids
+        assert self.finish_reason == reference.finish_reason
+        assert self.stop_token_id == reference.stop_token_id
+        assert (self.error is not None) == reference.error
+        assert self.prompt_logprobs == reference.prompt_logprobs
+        assert self.logprobs == ([] if self.request.params.logprobs is None else reference.logprobs)
+
+
+class StepLoop:
+    """The step loop without an event loop: ``depth`` plans are in flight while the next is made."""
+
+    def __init__(
+        self, limits: Limits, *, depth: int = 1, eos_token_ids: frozenset[int] = frozenset(), **options: object
+    ) -> None:
+        self.limits, self.depth, self.eos_token_ids = limits, depth, eos_token_ids
+        self.scheduler = Scheduler(limits, eos_token_ids=eos_token_ids, **options)
+        self.device = DeviceDouble(limits)
+        self.outcomes: dict[str, Outcome] = {}
+        self.plans: list[StepPlan] = []
+        self.free_pages = self.scheduler._memory.cache.allocator
+        take_back = self.free_pages.free
+
+        def free_and_poison(pages: Iterable[int]) -> None:
+            pages = list(pages)
+            take_back(pages)
+            self.device.poison(pages)
+
+        self.free_pages.free = free_and_poison
+
+    def add(self, request: Request) -> Outcome:
+        """Queue ``request`` and return where its tokens will be seen."""
+        self.scheduler.add(request)
+        outcome = self.outcomes[request.request_id] = Outcome(request)
+        return outcome
+
+    def abort(self, request_id: str) -> bool:
+        """Abort a request, if it is not at its end."""
+        outcome = self.outcomes[request_id]
+        was_open = outcome.finish_reason is None and not outcome.is_aborted
+        assert self.scheduler.abort(request_id) is was_open
+        assert self.scheduler.abort(request_id) is False
+        outcome.is_aborted = outcome.is_aborted or was_open
+        self.scheduler.check_integrity()
+        return was_open
+
+    def launch(self) -> StepPlan | None:
+        """Plan and launch one step."""
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if plan is not None:
+            self.device.launch(plan)
+            self.plans.append(plan)
+        return plan
+
+    def commit(self) -> None:
+        """Let the device complete its oldest step."""
+        for delta in self.scheduler.commit(self.device.complete()):
+            self.outcomes[delta.request_id].take(delta)
+        self.scheduler.check_integrity()
+
+    def turn(self) -> StepPlan | None:
+        """Launch a step if there is one; commit the oldest if nothing else can go on."""
+        plan = self.launch()
+        if self.device.pending and (plan is None or len(self.device.pending) > self.depth):
+            self.commit()
+        return plan
+
+    @property
+    def is_busy(self) -> bool:
+        """True until every request has ended and every step is committed."""
+        return self.scheduler.has_unfinished or bool(self.device.pending)
+
+    def run(self, max_turns: int = 10_000) -> None:
+        """Turn until all is done; then nothing may be held."""
+        for _ in range(max_turns):
+            if not self.is_busy:
+                break
+            self.turn()
+        assert not self.is_busy, "no end in sight"
+        self.check_idle()
+
+    def check_idle(self) -> None:
+        """Raise AssertionError if an ended request left anything behind."""
+        self.scheduler.check_integrity()
+        stats = self.scheduler.stats()
+        assert stats.num_held_pages == stats.num_waiting == stats.num_running == stats.num_in_flight == 0
+        assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
+
+    def check_outcomes(self) -> None:
+        """Compare every request that was not aborted with its run alone."""
+        for outcome in self.outcomes.values():
+            reference = run_alone(outcome.request, self.limits, self.eos_token_ids)
+            outcome.check(reference)
+            assert outcome.is_aborted or outcome.finish_reason is not None, "a request never ended"

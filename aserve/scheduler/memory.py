@@ -119,9 +119,8 @@ class SequenceMemory:
         self.cache.unlock(seq.node)
         self.cache.free(seq.pages[seq.num_shared_pages :])
         self.cache.free(page for _, page in seq.repointed)
-        self._repointed = [other for other in self._repointed if other is not seq]
         self._free_rows.append(seq.row)
-        seq.repointed.clear()
+        seq.repointed.clear()  # so that the next ``repoint`` finds nothing of it
         seq.node, seq.pages, seq.num_shared_pages = self.cache.root, [], 0
         seq.row, seq.num_computed = -1, 0
 
