@@ -30,6 +30,7 @@ class ResponseRun:
         self._held_logprobs: list[Mapping[str, Any]] = []  # of tokens whose text is still held back
         self._is_submitted = False
         self._is_cancelled = False
+        self._end_error: AserveError | None = None
 
     @property
     def response_id(self) -> str:
@@ -57,7 +58,8 @@ class ResponseRun:
 
     def end(self, error: AserveError) -> None:
         """End as failed now."""
-        self._sink.fail(error)
+        self._end_error = error
+        self._engine.abort(self.response_id)
 
     def close(self) -> None:
         """Make sure that the engine does not work for this response any more. Idempotent."""
@@ -66,8 +68,12 @@ class ResponseRun:
 
     def put(self, output: RequestOutput) -> None:
         """Take an output of the engine."""
-        if self._is_cancelled and output.finish_reason is FinishReason.ABORT:
-            output.finish_reason = FinishReason.STOP  # the client's own wish, not a failure of the stream
+        if output.finish_reason is FinishReason.ABORT:
+            if self._end_error is not None:
+                self._sink.fail(self._end_error)
+                return
+            if self._is_cancelled:
+                output.finish_reason = FinishReason.STOP  # the client's own wish, not a failure of the stream
         self._sink.put(output)
 
     def fail(self, error: AserveError) -> None:
