@@ -20,6 +20,20 @@ POISON = -1
 ERROR_EVERY = 40  # of this many samples of a request with ``min_p`` set, one fails
 
 
+def make_limits(**changes: float) -> Limits:
+    """Return roomy limits of a small model, with ``changes``."""
+    sizes = {"max_model_len": 200, "max_num_seqs": 16, "max_num_batched_tokens": 64, "num_pages": 200, "page_size": 4}
+    return Limits(**{"vocab_size": 50, **sizes, **changes})
+
+
+def make_request(
+    request_id: str, prompt: Iterable[int], *, priority: int = 0, seed: int | None = 5, **params: object
+) -> Request:
+    """Return a request that goes on to its ``max_tokens`` unless ``params`` say otherwise."""
+    sampling = SamplingParams(**{"ignore_eos": True, "max_tokens": 8, "seed": seed, **params})
+    return Request(request_id=request_id, prompt_token_ids=tuple(prompt), params=sampling, priority=priority)
+
+
 def digest(history: int, token_id: int) -> int:
     """Return the digest of a history extended by one token."""
     return ((history ^ (token_id + 0x9E3779B97F4A7C15)) * 0x100000001B3 + 0x7F4A7C15) & MASK

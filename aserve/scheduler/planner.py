@@ -35,7 +35,7 @@ class StepPlanner:
         self.num_preemptions = 0
         self._limits = limits
         self._memory = memory
-        self._budget = TokenBudget(limits.max_num_batched_tokens, limits.context_cost)
+        self._budget = TokenBudget(limits.context_cost)
         self._waiting = WaitingQueue()
         self._prefills: list[Sequence] = []  # by rank
         self._decodes: list[Sequence] = []  # those to be served first in front

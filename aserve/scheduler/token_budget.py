@@ -11,10 +11,9 @@ PROMPT_SHARE = 0.25  # of a step, kept for prompts while there are any
 
 
 class TokenBudget:
-    """The arithmetic of one step's budget."""
+    """The arithmetic of budgets in this unit."""
 
-    def __init__(self, max_tokens: int, context_cost: float) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, context_cost: float) -> None:
         self.context_cost = context_cost
 
     def cost(self, num_tokens: int, num_computed: int) -> float:
