@@ -18,8 +18,9 @@ from jinja2.utils import Namespace, pass_context
 
 from aserve.tokenizer.control_tokens import ControlTokens, unmark_all
 
-MAX_ITERATIONS = 1_000_000
-MAX_REPEATED = 1_000_000  # length of what `*` may build
+MAX_ITERATIONS = 500_000
+MAX_REPEATED = 1_000_000  # length of the text or list that `*` may build
+MAX_INTEGER_BITS = 4096
 BUDGET = "aserve_iteration_budget"
 
 
@@ -32,6 +33,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
         self._control_tokens = control_tokens
         self.filters["tojson"] = self._to_json
+        self.filters["count_iteration"] = _count_iteration
         self.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": _format_now,
@@ -44,7 +46,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         tree = self.parse(source)
         loops: list[nodes.For | nodes.Macro] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
         for block in loops:
-            count = nodes.Call(nodes.EnvironmentAttribute("count_iteration"), [], [], None, None)
+            count = nodes.Filter(nodes.Const(None), "count_iteration", [], [], None, None)
             block.body.insert(0, nodes.ExprStmt(count).set_lineno(block.lineno))
         code = self.compile(tree)
         return jinja2.Template.from_code(self, code, self.make_globals(None))
@@ -59,19 +61,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 raise OutputTooLongError(max_chars)
         return "".join(pieces)
 
-    @staticmethod
-    @pass_context
-    def count_iteration(context: Context) -> None:
-        """Count one round of a loop or one call of a macro; compiled into each."""
-        context.parent[BUDGET].spend()
-
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Refuse products whose value would be huge."""
-        sizes = [len(side) if isinstance(side, str | list | tuple) else side for side in (left, right)]
-        if all(isinstance(size, int) for size in sizes):
-            is_huge = sizes[0] * sizes[1] > MAX_REPEATED if operator == "*" else sizes[1] > 64
-            if is_huge:
-                raise jinja2.TemplateRuntimeError(f"'{operator}' makes too large a value")
+        """Refuse products and powers whose value would be huge."""
+        if _is_huge(operator, left, right):
+            raise jinja2.TemplateRuntimeError(f"'{operator}' makes too large a value")
         return super().call_binop(context, operator, left, right)
 
     def _to_json(
@@ -108,6 +101,22 @@ class _Budget:
         self._left -= 1
         if self._left < 0:
             raise jinja2.TemplateRuntimeError(f"it loops more than {MAX_ITERATIONS} times")
+
+
+@pass_context
+def _count_iteration(context: Context, _value: None) -> None:
+    """Count one round of a loop or one call of a macro; compiled into each."""
+    context.parent[BUDGET].spend()
+
+
+def _is_huge(operator: str, left: Any, right: Any) -> bool:
+    for repeated, times in ((left, right), (right, left)):
+        if isinstance(repeated, str | list | tuple) and isinstance(times, int):
+            return len(repeated) * times > MAX_REPEATED
+    if not (isinstance(left, int) and isinstance(right, int)):
+        return False
+    num_bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+    return num_bits > MAX_INTEGER_BITS
 
 
 class _GenerationBlock(Extension):

@@ -104,6 +104,7 @@ class Tokenizer:
         ``continue_final_message`` leaves the last message open. Raises ClientError as ``encode`` does, and for
         messages that cannot be rendered.
         """
+        self._check_length(len(messages), max_tokens, is_exact=False)  # none is rendered as less than a token
         max_chars = MAX_CHARS if max_tokens is None else int(max_tokens * self._max_chars_per_token)
         try:
             text = self._template.render(

@@ -153,4 +153,4 @@ def test_a_push_costs_little_more_than_looking_a_text_up(demo_tokenizer: Tokeniz
             start = time.perf_counter()
             loop()
             best[loop] = min(best[loop], time.perf_counter() - start)
-    assert best[push] < 4 * best[floor]  # measured 1.6 to 2.2
+    assert best[push] < 3 * best[floor]  # measured 1.4 to 1.6, 0.13 us a push
