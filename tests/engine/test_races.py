@@ -229,3 +229,71 @@ async def test_a_request_joins_while_the_steps_of_another_are_in_flight():
         assert len(runner.launched) == 2  # launched at once, not after the first step's end
         await complete_all(runner)
         assert sinks[1].token_ids == expected("xyz", 4, letters)
+
+
+WIDE = Limits(
+    vocab_size=256, max_model_len=64, max_num_seqs=100, max_num_batched_tokens=512, num_pages=999, page_size=4
+)
+
+
+@pytest.mark.parametrize("num_turns", range(1, 6))
+async def test_an_abort_between_commit_and_delivery_lets_nothing_follow(num_turns):
+    runner = CheckedRunner(WIDE, letters, step_time_s=None)
+    async with running_engine(runner) as engine:
+        sinks = [RecordingSink() for _ in range(100)]  # a sink fails the test at a call after its end
+        for number, sink in enumerate(sinks):
+            engine.add(request(str(number), "abc", max_tokens=20), sink)
+        for _ in range(3):
+            await settle()
+            runner.complete_next()
+        await settle(num_turns)  # some chunks of the fan-out have gone, some wait
+        for number in range(0, 100, 2):
+            assert engine.abort(str(number))
+        await settle()
+        while runner.launched:
+            await complete_all(runner)
+        right = expected("abc", 20, letters)
+        for number, sink in enumerate(sinks):
+            assert sink.finish_reason is (FinishReason.LENGTH if number % 2 else FinishReason.ABORT)
+            assert sink.token_ids == right[: len(sink.token_ids)]
+        assert len(sinks[1].token_ids) == 20
+
+
+async def test_a_sink_that_raises_ends_its_own_request_only():
+    class BrokenSink(RecordingSink):
+        def put(self, output):
+            raise OSError("a bug in a sink")
+
+    runner = CheckedRunner(LIMITS, letters, step_time_s=None)
+    async with running_engine(runner) as engine:
+        good = RecordingSink()
+        engine.add(request("bad", "abc", max_tokens=20), BrokenSink())
+        engine.add(request("good", "abc", max_tokens=20), good)
+        await settle()
+        while runner.launched:
+            await complete_all(runner)
+        assert engine.is_alive
+        assert good.token_ids == expected("abc", 20, letters)
+        assert engine.stats().num_open == 0
+
+
+async def test_a_sink_may_abort_its_own_request_and_others_while_it_is_called():
+    runner = CheckedRunner(LIMITS, letters, step_time_s=None)
+    async with running_engine(runner) as engine:
+
+        class ImpatientSink(RecordingSink):
+            def put(self, output):
+                super().put(output)
+                if len(self.outputs) == 3:
+                    engine.abort("impatient")
+                    engine.abort("neighbour")
+
+        sinks = ImpatientSink(), RecordingSink()
+        engine.add(request("impatient", "abc"), sinks[0])
+        engine.add(request("neighbour", "abc"), sinks[1])
+        await settle()
+        while runner.launched:
+            await complete_all(runner)
+        assert [sink.finish_reason for sink in sinks] == [FinishReason.ABORT] * 2
+        assert engine.stats().num_aborts == 2
+        assert held_pages(engine) == 0
