@@ -46,13 +46,12 @@ class Completions:
         prompts = parse_prompts(fields.prompt, options.n, vocab_size)
         with blaming("prompt"):
             token_ids = [tuple(await state.engine.encode(prompt)) for prompt in prompts]
-            echoes = (
-                [self._echo(*pair, options) for pair in zip(prompts, token_ids, strict=True)] if fields.echo else []
-            )
+            pairs = zip(prompts, token_ids, strict=True)
+            echoes = [self._echo(prompt, ids, options) if fields.echo else EchoedPrompt() for prompt, ids in pairs]
             choices = [
                 Choice(
                     request=head.request(ids, prompt * options.n + choice),
-                    echo=echoes[prompt] if echoes else EchoedPrompt(),
+                    echo=echoes[prompt],
                     logprobs=self._shaper(options),
                 )
                 for prompt, ids in enumerate(token_ids)

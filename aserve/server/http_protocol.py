@@ -18,6 +18,10 @@ EXTENSION = "aserve.transport"
 NOT_SENT_BYTES = 64 * 1024
 
 
+# A client that sends a body too large to be taken reads the answer after it has sent all of it.
+MAX_DISCARDED_BYTES = 64 * 2**20
+
+
 class BodyTransport:
     """The body of one response, as a ``FrameTransport``."""
 
@@ -78,6 +82,7 @@ class BodyTransport:
 class HttpProtocol(HttpToolsProtocol):
     """One HTTP connection."""
 
+    _discarded_bytes = 0  # of the current request, after its answer
     _bodies: deque[BodyTransport]  # of the requests that are not answered yet, oldest first
 
     def connection_made(self, transport: Any) -> None:
@@ -94,6 +99,19 @@ class HttpProtocol(HttpToolsProtocol):
             body = BodyTransport(self, self.cycle)
             self._bodies.append(body)
             cast(dict[str, Any], self.scope)["extensions"] = {EXTENSION: body}
+
+    def on_message_begin(self) -> None:
+        """Start a request."""
+        super().on_message_begin()
+        self._discarded_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the body; what comes after an early answer is read over, up to a limit."""
+        super().on_body(body)
+        if self.cycle is not None and self.cycle.response_complete:
+            self._discarded_bytes += len(body)
+            if self._discarded_bytes > MAX_DISCARDED_BYTES:
+                self.transport.abort()
 
     def on_response_complete(self) -> None:
         """Drop the transport of the response that has just been completed."""

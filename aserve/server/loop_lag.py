@@ -1,6 +1,7 @@
 """How late the event loop runs what is due: a timer that measures its own delay."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Mapping
 
@@ -47,11 +48,11 @@ class LoopLag:
         }
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
-        due_s = loop.time() + INTERVAL_S
-        self._timer = loop.call_at(due_s, self._measure, loop, due_s)
+        # Not loop.time(): uvloop reads the clock once a turn, so a slow callback before this one would not show.
+        self._timer = loop.call_later(INTERVAL_S, self._measure, loop, time.monotonic() + INTERVAL_S)
 
     def _measure(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
-        lag_s = max(0.0, loop.time() - due_s)
+        lag_s = max(0.0, time.monotonic() - due_s)
         self._samples.append(lag_s)
         self._histogram.observe(lag_s)
         self._arm(loop)

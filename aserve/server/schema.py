@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from aserve.errors import ClientError
-from aserve.request import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+from aserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class CommonBody(msgspec.Struct, kw_only=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = msgspec.field(default_factory=dict)
+    logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_LOGIT_BIAS)] = msgspec.field(default_factory=dict)
     seed: int | None = None
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] = msgspec.field(default_factory=list)
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] = msgspec.field(default_factory=list)

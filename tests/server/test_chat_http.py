@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from typing import Any
 
-from doubles_http import MODEL, demo_tokenizer, events, in_loop, joined, live_server, say
+from doubles_http import MODEL, demo_tokenizer, events, fetch, in_loop, joined, live_server, say
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from aserve.runner.scripted import RowFailure
@@ -240,8 +240,9 @@ async def test_one_failed_row_ends_one_stream_with_an_error_and_done() -> None:
 @in_loop
 async def test_500_streams_of_mixed_lengths_all_end_with_done() -> None:
     async with live_server() as live:
-        asked = [live.complete([5 + i], max_tokens=i % 23 + 1, ignore_eos=True, **STREAM) for i in range(500)]
-        for i, answer in enumerate(await asyncio.gather(*asked)):
-            assert events(answer.text)[-1]["usage"]["completion_tokens"] == i % 23 + 1
+        fields = {"ignore_eos": True, **STREAM}
+        asked = [fetch(live, "/v1/completions", prompt=[5 + i], max_tokens=i % 23 + 1, **fields) for i in range(500)]
+        for i, text in enumerate(await asyncio.gather(*asked)):
+            assert events(text)[-1]["usage"]["completion_tokens"] == i % 23 + 1
         await live.until_idle()
         assert live.engine.stats().num_aborts == 0

@@ -1,0 +1,122 @@
+"""Model names are dictionary keys, never paths; tokenize and detokenize are inverse."""
+
+import sys
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from doubles_http import MODEL, demo_tokenizer, in_loop, live_server
+from openai.types import Model
+
+from aserve import __version__
+
+HOSTILE = ("../../etc/passwd", "/etc/passwd", "%2e%2e/x", "x" * 10_000, "\0", "scripted\0", "Scripted", "", " scripted")
+
+
+@in_loop
+async def test_the_served_model_is_listed() -> None:
+    async with live_server() as live:
+        listed = (await live.http.get("/v1/models")).json()
+        assert listed["object"] == "list"
+        (model,) = [Model.model_validate(one, strict=True) for one in listed["data"]]
+        assert (model.id, model.owned_by) == (MODEL, "aserve")
+        assert listed["data"][0]["max_model_len"] == 8192
+        assert (await live.http.get(f"/v1/models/{MODEL}")).json() == listed["data"][0]
+        assert (await live.http.get("/version")).json() == {"version": __version__}
+
+
+@in_loop
+async def test_a_model_with_slashes_in_its_name_is_found() -> None:
+    async with live_server(engine={}) as live:
+        object.__setattr__(live.engine._parts, "model_name", "org/name")
+        assert (await live.http.get("/v1/models/org/name")).json()["id"] == "org/name"
+        assert (await live.chat(model="org/name", max_tokens=1)).json()["model"] == "org/name"
+
+
+@in_loop
+async def test_hostile_names_open_no_file_and_are_not_repeated() -> None:
+    opened: list[str] = []
+    is_watching = False
+
+    def watch(event: str, arguments: Any) -> None:
+        if is_watching and event in ("open", "os.listdir", "os.scandir"):
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(watch)
+    async with live_server() as live:
+        await live.check_alive()
+        is_watching = True
+        for name in HOSTILE:
+            for stream in (False, True):
+                for answer in (
+                    await live.chat(model=name, stream=stream),
+                    await live.complete(model=name, stream=stream),
+                    await live.post("/tokenize", prompt="a", model=name),
+                ):
+                    assert answer.status_code == 404
+                    assert answer.json()["error"]["code"] == "model_not_found"
+                    assert answer.json()["error"]["param"] == "model"
+                    assert "passwd" not in answer.text
+                    assert len(answer.text) < 300
+            assert (await live.http.get(f"/v1/models/{quote(name, safe='')}")).status_code in (400, 404)
+        is_watching = False
+        assert opened == []
+
+
+@in_loop
+async def test_a_missing_model_is_the_served_one() -> None:
+    async with live_server() as live:
+        for fields in ({}, {"model": None}, {"model": MODEL}):
+            assert (await live.chat(max_tokens=1, **fields)).json()["model"] == MODEL
+
+
+@in_loop
+async def test_tokenize_and_detokenize() -> None:
+    async with live_server() as live:
+        text = "Žluťoučký 😀\n"
+        answer = (await live.post("/tokenize", prompt=text)).json()
+        assert answer["tokens"] == demo_tokenizer().encode(text)
+        assert answer["count"] == len(answer["tokens"])
+        assert answer["max_model_len"] == 8192
+        assert (await live.post("/detokenize", tokens=answer["tokens"])).json() == {"prompt": text}
+        assert (await live.post("/detokenize", tokens=[])).json() == {"prompt": ""}
+        chat = (await live.post("/tokenize", messages=[{"role": "user", "content": "hi"}])).json()
+        assert chat["count"] == 31
+        assert (await live.post("/tokenize", prompt="")).json()["tokens"] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}),
+        ("/tokenize", {"prompt": 5}),
+        ("/tokenize", {"messages": []}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": [49152]}),
+        ("/detokenize", {"tokens": ["a"]}),
+        ("/detokenize", {"tokens": [1] * 8193}),
+    ],
+)
+@in_loop
+async def test_wrong_bodies_are_refused(path: str, fields: dict[str, Any]) -> None:
+    async with live_server() as live:
+        answer = await live.post(path, **fields)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"]
+
+
+@in_loop
+async def test_metrics_name_requests_pages_and_loop_lag() -> None:
+    async with live_server() as live:
+        await live.chat(max_tokens=3)
+        text = (await live.http.get("/metrics")).text
+        for name in (
+            "aserve_request_success_total",
+            "aserve_generation_tokens_total",
+            "aserve_time_to_first_token_seconds_bucket",
+            "aserve_loop_lag_seconds_bucket",
+            "aserve_loop_lag_p99_seconds",
+            "aserve_kv_pages_free",
+        ):
+            assert f"\n{name}{{" in text, name
