@@ -7,7 +7,6 @@ import torch
 from aserve.attention.base import AttentionProblem
 from aserve.attention.registry import resolve_backend
 from aserve.config import EngineConfig
-from aserve.kernels.choose import choose_operators
 from aserve.kernels.operators import Operators
 from aserve.model_files import ModelFiles
 from aserve.models.config import DecoderConfig
@@ -23,6 +22,7 @@ from aserve.runner.resolve import (
     resolve_device,
     resolve_max_num_seqs,
     resolve_num_threads,
+    resolve_operators,
     resolve_pool_size,
     resolve_quant_method,
 )
@@ -42,13 +42,13 @@ def build_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: Set[int
     device = resolve_device(config.device)
     num_threads = resolve_num_threads(config.num_threads)
     torch.set_num_threads(num_threads)
+    thread = ComputeThread(num_threads)
     method = resolve_quant_method(config.quantization, files, device)
-    dtype = resolve_dtype(config.dtype, device, method)
-    operators = choose_operators(device)
+    dtype = thread.submit(resolve_dtype, config.dtype, device, method).result()
+    operators = resolve_operators(device)
     model = load_model(files, device=device, dtype=dtype, quantization=method.name, operators=operators).model
     parts = assemble(config, model, operators, device, dtype)
     executor = StepExecutor(parts, eos_token_ids)
-    thread = ComputeThread(num_threads)
     cost = _resolve_step_cost(config, parts, executor, thread)
     limits = Limits(
         vocab_size=model.config.vocab_size,

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from aserve.attention.base import dtype_name
 from aserve.quantization.base import QuantMethod
 from aserve.runner.resolve import log_choice
 
@@ -24,7 +25,7 @@ def resolve_dtype(setting: DtypeName, device: torch.device, method: QuantMethod)
     """Return the type of weights and activations; on a CPU the timing decides, or warns about what was set."""
     if device.type == "cuda":
         dtype = torch.bfloat16 if setting == "auto" else getattr(torch, setting)
-        log_choice("dtype", dtype, "as set" if setting != "auto" else "default on a GPU")
+        log_choice("dtype", dtype_name(dtype), "as set" if setting != "auto" else "default on a GPU")
         return dtype
     if setting == "float32":
         log_choice("dtype", setting, "as set")
@@ -32,10 +33,10 @@ def resolve_dtype(setting: DtypeName, device: torch.device, method: QuantMethod)
     wanted = torch.bfloat16 if setting == "auto" else getattr(torch, setting)
     float32_s, wanted_s = time_linears(method, (torch.float32, wanted))
     ratio = float32_s / wanted_s
-    reason = f"{wanted} is {ratio:.2f} times as fast as float32 in linear layers here"
+    reason = f"{dtype_name(wanted)} is {ratio:.2f} times as fast as float32 in linear layers here"
     if setting == "auto":
         dtype = wanted if ratio >= MARGIN else torch.float32
-        log_choice("dtype", dtype, reason)
+        log_choice("dtype", dtype_name(dtype), reason)
         return dtype
     if ratio < 1:
         logger.warning("dtype=%s as set, but %s", setting, reason)
@@ -61,7 +62,7 @@ def time_linears(method: QuantMethod, dtypes: tuple[torch.dtype, ...]) -> list[f
 
 
 def _time_pass(method: QuantMethod, layers: list[dict[str, Tensor]], rows: Tensor) -> float:
-    started_at_s = time.perf_counter()
+    started_at_s = time.thread_time()  # of this thread, so that other processes do not count
     for packed in layers:
         method.apply(rows, packed, None)
-    return time.perf_counter() - started_at_s
+    return time.thread_time() - started_at_s

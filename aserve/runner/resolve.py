@@ -9,8 +9,7 @@ import torch
 from aserve.attention.base import AttentionBackend
 from aserve.config import EngineConfig
 from aserve.errors import ConfigError
-from aserve.kernels.cpu import library
-from aserve.kernels.cpu_operators import CpuOperators
+from aserve.kernels.choose import choose_operators
 from aserve.kernels.operators import Operators
 from aserve.model_files import ModelFiles
 from aserve.quantization.base import QuantMethod
@@ -58,14 +57,10 @@ def resolve_quant_method(setting: str, files: ModelFiles, device: torch.device) 
 
 
 def resolve_operators(device: torch.device) -> Operators:
-    """Return the small operators: in C on a CPU where they can be built, else in torch."""
-    if device.type != "cpu":
-        return Operators()
-    if (reason := library.refusal()) is not None:
-        log_choice("operators", "torch", reason)
-        return Operators()
-    log_choice("operators", "C", "first choice on a CPU")
-    return CpuOperators()
+    """Return the small operators around attention and linear layers."""
+    operators = choose_operators(device)
+    log_choice("operators", type(operators).__name__, f"the fastest that work on this {device.type}")
+    return operators
 
 
 def resolve_max_num_seqs(setting: int | None, device: torch.device) -> int:

@@ -1,0 +1,59 @@
+"""Sizes of the pool, and the start-up check of what a kernel can address."""
+
+import pytest
+import torch
+
+from aserve.attention.torch_backend import TorchBackend
+from aserve.errors import ConfigError
+from aserve.runner.kv_pool import KVLayout, allocate_pool, check_offsets, count_pages
+
+CPU = torch.device("cpu")
+DEMO = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, dtype=torch.bfloat16, device=CPU)
+
+
+class NarrowBackend(TorchBackend):
+    name = "narrow"
+    offset_bits = 32
+
+
+def test_bytes_of_the_demo_model() -> None:
+    assert DEMO.page_bytes(1) == 23040  # of one token, as measured in bfloat16
+
+
+def test_pages_in_a_gib() -> None:
+    pages = count_pages(DEMO, 16, 1.0)
+    assert (pages + 1) * 16 * 23040 <= 2**30 < (pages + 2) * 16 * 23040
+
+
+def test_memory_for_no_page_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kv_memory_gib 0.0001 holds no page: one takes 368640 bytes"):
+        count_pages(DEMO, 16, 0.0001)
+
+
+def test_the_pool_has_a_dummy_page_beyond_the_numbered_ones() -> None:
+    layout = KVLayout(num_layers=2, num_kv_heads=3, head_dim=8, dtype=torch.float32, device=CPU)
+    pool = allocate_pool(layout, 4, 5)
+    assert len(pool) == 2
+    assert all(pages.shape == (6, 4, 3, 8) for layer in pool for pages in (layer.key, layer.value))
+    assert len({pages.data_ptr() for layer in pool for pages in (layer.key, layer.value)}) == 4
+    assert all(not pages.any() for layer in pool for pages in (layer.key, layer.value))
+
+
+def test_a_139_gib_card_full_of_the_demo_is_half_of_what_32_bits_reach() -> None:
+    """5.83 million tokens; the largest offset of one layer's keys is 0.52 of 2^31."""
+    num_pages = 5_830_000 // 16
+    check_offsets(DEMO, 16, num_pages, NarrowBackend())
+    assert num_pages * DEMO.page_elements(16) / 2**31 == pytest.approx(0.52, abs=0.005)
+
+
+def test_the_limit_of_32_bit_offsets_is_exact() -> None:
+    """A page has 16 * 3 * 64 = 3072 elements: 699050 pages end below 2^31, of which one is the dummy page."""
+    check_offsets(DEMO, 16, 699_049, NarrowBackend())
+    with pytest.raises(ConfigError, match=r"'narrow' has 32-bit offsets .* the most is num_pages=699049"):
+        check_offsets(DEMO, 16, 699_050, NarrowBackend())
+    check_offsets(DEMO, 16, 699_050, TorchBackend())
+
+
+def test_page_numbers_fit_the_page_table() -> None:
+    with pytest.raises(ConfigError, match="does not fit the page table's 32-bit numbers"):
+        check_offsets(DEMO, 1, 2**31 - 1, TorchBackend())
