@@ -54,6 +54,8 @@ class Tokenizer:
         self.num_tokens = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = settings.bos_token_id
         self.eos_token_ids = settings.eos_token_ids
+        plain = (token.content for token in backend.get_added_tokens_decoder().values() if not token.special)
+        self._word_starts = (" ", SPACE_MARK, *plain)  # what takes no space mark at the beginning of a text
         # The fewest tokens that a character can cost.
         shrink = COMPOSED if backend.normalizer is not None else 1.0
         self._max_chars_per_token = self._table.longest_token_chars * shrink
@@ -135,7 +137,7 @@ class Tokenizer:
     def _encode_marked(self, text: str) -> list[int]:
         parts = self._control_tokens.split(text)
         if self._settings.prefix_space and parts and isinstance(parts[0], str):
-            parts[0] = parts[0] if parts[0].startswith((" ", SPACE_MARK)) else SPACE_MARK + parts[0]
+            parts[0] = parts[0] if parts[0].startswith(self._word_starts) else SPACE_MARK + parts[0]
         pieces = [part for part in parts if isinstance(part, str)]
         encodings = iter(self._backend.encode_batch_fast(pieces, add_special_tokens=False))  # releases the GIL
         ids: list[int] = []
