@@ -11,20 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import uvicorn
 import uvloop
 from doubles_engine import EOS, LetterTokenizer, letters
 from openai.types.responses import ResponsesServerEvent
-from starlette.applications import Starlette
 from websockets.asyncio.client import ClientConnection, connect
 
 from aserve.config import Config, EngineConfig, ServerConfig
 from aserve.engine.async_engine import AsyncEngine
 from aserve.runner.scripted import RowFailure, ScriptedRunner
 from aserve.scheduler.limits import Limits
-from aserve.server.chat_page import static_routes
-from aserve.server.http_protocol import HttpProtocol
-from aserve.server.responses import responses_routes
+from aserve.server.serve import RunningServer, running_server
 from aserve.server.state import ServerState
 from aserve.server.ws_protocol import WebSocketProtocol
 
@@ -72,17 +68,32 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 class Live:
     """A running server."""
 
-    port: int
-    state: ServerState
-    server: uvicorn.Server
+    server: RunningServer
+
+    @property
+    def state(self) -> ServerState:
+        return self.server.state
 
     @property
     def engine(self) -> AsyncEngine:
         return self.state.engine
 
     @property
+    def http_url(self) -> str:
+        return self.server.url
+
+    @property
     def url(self) -> str:
-        return f"ws://127.0.0.1:{self.port}/v1/responses"
+        return self.http_url.replace("http", "ws") + "/v1/responses"
+
+    @property
+    def port(self) -> int:
+        return int(self.http_url.rpartition(":")[2])
+
+    @property
+    def protocols(self) -> list[WebSocketProtocol]:
+        connections = self.server._server.server_state.connections
+        return [protocol for protocol in connections if isinstance(protocol, WebSocketProtocol)]
 
     def connect(self, **options: Any) -> connect:
         return connect(self.url, compression=None, proxy=None, max_size=None, **options)
@@ -119,29 +130,12 @@ async def scripted_engine(
 
 @asynccontextmanager
 async def live_server(engine: AsyncEngine, **settings: Any) -> AsyncIterator[Live]:
-    """Serve the WebSocket and the page on a free port; at the end nothing may be left open."""
-    state = ServerState(engine, Config(server=ServerConfig(**settings)))
-    app = Starlette(routes=[*responses_routes(state), *static_routes()])
-    config = uvicorn.Config(
-        app,
-        port=0,
-        lifespan="off",
-        log_config=None,
-        http=HttpProtocol,
-        ws=WebSocketProtocol,
-        ws_per_message_deflate=False,
-        ws_max_size=int(state.config.max_frame_mib * 2**20),
-    )
-    config.load()
-    server = uvicorn.Server(config)
-    server.lifespan = config.lifespan_class(config)
-    await server.startup()
-    try:
-        yield Live(server.servers[0].sockets[0].getsockname()[1], state, server)
-    finally:
-        await server.shutdown()
-    assert not state._connections
-    assert not len(state.heartbeat)
+    """Serve on a free port, as the command does; at the end nothing may be left open."""
+    config = Config(server=ServerConfig(port=0, **settings))
+    async with running_server(config, engine) as server:
+        yield Live(server)
+    assert not server.state._connections
+    assert not len(server.state.heartbeat)
 
 
 @asynccontextmanager

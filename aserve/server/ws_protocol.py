@@ -44,6 +44,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._writable_callback: Callable[[], None] | None = None
         self._close_callbacks: list[Callable[[], None]] = []
         self._is_closed = False
+        self._late_pongs = b""
         self._abort_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -98,6 +99,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def resume_writing(self) -> None:
         """Learn from the transport that its buffer has drained."""
         super().resume_writing()
+        self._send_late_pongs()
         if self._writable_callback is not None and not self.is_closed:
             self._writable_callback()
 
@@ -109,10 +111,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             extensions[EXTENSION] = self
 
     def handle_ping(self) -> None:
-        """Answer, unless the peer does not read: its pings must not fill the write buffer."""
-        pongs = self.conn.data_to_send()
+        """Answer; a peer that reads too slowly gets the newest pongs later, so that pings cannot fill the buffer."""
+        if pongs := self.conn.data_to_send():  # those of all pings that came together
+            self._late_pongs = b"".join(pongs)
         if self.writable.is_set():
-            self.transport.write(b"".join(pongs))
+            self._send_late_pongs()
 
     def handle_close(self, event: Frame) -> None:
         """Answer the peer's close frame; what it does not read within the close timeout is dropped."""
@@ -141,6 +144,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self._abort_timer.cancel()
             self._abort_timer = None
         self._mark_closed()
+
+    def _send_late_pongs(self) -> None:
+        if self._late_pongs and not self.is_closed:
+            self.transport.write(self._late_pongs)
+        self._late_pongs = b""
 
     def _finish_closing(self) -> None:
         # transport.close() first flushes, which a peer that does not read can put off for ever.

@@ -186,9 +186,9 @@ async def test_readers_that_stall_cost_bounded_memory_and_are_cut_off(ending: st
             assert len(text_of(await receive_until(reader, *TERMINAL))) == 500  # nobody waits for the deaf
         assert live.engine.stats().num_open == 20
         async with asyncio.timeout(10):
-            while any(protocol.is_writable for protocol in live.server.server_state.connections):  # noqa: ASYNC110
+            while any(protocol.is_writable for protocol in live.protocols):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        for protocol in live.server.server_state.connections:
+        for protocol in live.protocols:
             assert protocol.transport.get_write_buffer_size() < 256 * 1024
         for session in live.state._connections:
             for lane in session._lanes.values():  # type: ignore[attr-defined]
@@ -215,7 +215,7 @@ async def test_a_client_that_sends_but_never_reads_is_not_answered_without_bound
         async def flood() -> None:
             while True:
                 await loop.sock_sendall(raw, (frame + ping) * 1000)
-                for protocol in live.server.server_state.connections:
+                for protocol in live.protocols:
                     assert protocol.transport.get_write_buffer_size() < 512 * 1024
 
         with pytest.raises(ConnectionError):  # cut off after the deadline
