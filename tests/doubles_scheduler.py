@@ -107,6 +107,7 @@ class DeviceDouble:
         num_pages = -(-limits.max_model_len // limits.page_size)
         self.page_table = [[-1] * num_pages for _ in range(limits.max_num_seqs)]
         self.token_pool = [[-1] * (limits.max_model_len + 1) for _ in range(limits.max_num_seqs)]
+        self.histories: list[list[int]] = [[] for _ in range(limits.max_num_seqs)]
         self.starts: list[RowStart | None] = [None] * limits.max_num_seqs
         self.pending: deque[StepPlan] = deque()
 
@@ -136,45 +137,49 @@ class DeviceDouble:
         plan = self.pending.popleft()
         for start in plan.row_starts:
             self.starts[start.row] = start
+            self.histories[start.row] = []
             self.token_pool[start.row] = start.token_ids + [-1] * (self.limits.max_model_len + 1 - len(start.token_ids))
         for row, index, page in plan.page_updates:
             self.page_table[row][index] = page
         tokens = StepTokens(plan.step_id, [], logprobs=[], prompt_logprobs={})
         rows = zip(plan.rows, plan.num_computed, plan.num_scheduled, plan.is_sampled, strict=True)
-        # Every row is read again after all have written, so a page with two owners in one step shows.
         for place, (row, computed, scheduled, is_sampled) in enumerate(rows):
             self._compute(tokens, place, row, computed, scheduled, is_sampled)
+        # All rows are read after all have written, so a page with two owners in one step shows.
         for row, computed, scheduled in zip(plan.rows, plan.num_computed, plan.num_scheduled, strict=True):
             self._verify(row, computed + scheduled)
         return tokens
 
-    def _slot(self, row: int, position: int) -> int:
-        size = self.limits.page_size
-        return self.page_table[row][position // size] * size + position % size
-
-    def _verify(self, row: int, length: int) -> int:
-        history, pool = 0, self.token_pool[row]
-        for position in range(length):
+    def _histories_of(self, row: int, length: int) -> list[int]:
+        """Return what the slots of the first ``length`` tokens of ``row`` must hold, from the token pool alone."""
+        histories, pool = self.histories[row], self.token_pool[row]
+        for position in range(len(histories), length):
             assert pool[position] >= 0, f"row {row} reads a token that was never written"
-            history = digest(history, pool[position])
-            assert self.slots[self._slot(row, position)] == history, f"row {row} reads a wrong slot at {position}"
-        return history
+            histories.append(digest(histories[-1] if histories else 0, pool[position]))
+        return histories
+
+    def _verify(self, row: int, length: int) -> None:
+        size = self.limits.page_size
+        histories = self._histories_of(row, length)
+        for start in range(0, length, size):
+            slot = self.page_table[row][start // size] * size
+            end = min(start + size, length)
+            assert self.slots[slot : slot + end - start] == histories[start:end], f"row {row} reads a wrong page"
 
     def _compute(
         self, tokens: StepTokens, place: int, row: int, computed: int, scheduled: int, is_sampled: bool
     ) -> None:
-        start, pool = self.starts[row], self.token_pool[row]
-        history = self._verify(row, computed)
+        start, pool, size = self.starts[row], self.token_pool[row], self.limits.page_size
         scores = []
         end = computed + scheduled
+        histories = self._histories_of(row, end)
         for position in range(computed, end):
-            assert pool[position] >= 0, f"row {row} computes a token that was never written"
-            history = digest(history, pool[position])
-            self.slots[self._slot(row, position)] = history
+            self.slots[self.page_table[row][position // size] * size + position % size] = histories[position]
             if position + 1 < start.prompt_len:
-                scores.append(score(history, pool[position + 1]))
+                scores.append(score(histories[position], pool[position + 1]))
         if start.params.prompt_logprobs is not None and computed < start.prompt_len:
             tokens.prompt_logprobs[place] = scores
+        history = histories[end - 1]
         if not is_sampled:
             return
         sampled = len(tokens.token_ids)
