@@ -17,6 +17,9 @@ from aserve.tokenizer.detokenizer import Detokenizer, make_detokenizer
 from aserve.tokenizer.token_table import SPACE_MARK, build_token_table
 
 MAX_CHARS = 64 << 20  # of a prompt when no other limit is given
+PARTS_AT_ONCE = (
+    1024  # pieces of text and control tokens handed to the library in one call, which holds the GIL at its ends
+)
 COMPOSED = 1.5  # normalisation composes at most three characters into two bytes
 
 
@@ -85,7 +88,7 @@ class Tokenizer:
         """
         self._check_length(self.min_tokens_for(len(text)), max_tokens, is_exact=False)
         check_text(text)
-        ids = self._encode_marked(text)
+        ids = self._encode_marked(text, max_tokens)
         if add_special_tokens:
             ids = self._add_affixes(ids)
         self._check_length(len(ids), max_tokens, is_exact=True)
@@ -118,9 +121,7 @@ class Tokenizer:
             )
         except PromptTooLongError:
             raise _too_long(self.min_tokens_for(max_chars + 1), max_tokens, is_exact=False) from None
-        ids = self._encode_marked(text)
-        self._check_length(len(ids), max_tokens, is_exact=True)
-        return ids
+        return self._encode_marked(text, max_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``; ids without a token add nothing."""
@@ -134,18 +135,20 @@ class Tokenizer:
         """Return a token's own bytes, which may be part of a character; empty for an id without a token."""
         return self._table.pieces[token_id] if 0 <= token_id < len(self._table.pieces) else b""
 
-    def _encode_marked(self, text: str) -> list[int]:
+    def _encode_marked(self, text: str, max_tokens: int | None = None) -> list[int]:
         parts = self._control_tokens.split(text)
         if self._settings.prefix_space and parts and isinstance(parts[0], str):
             parts[0] = parts[0] if parts[0].startswith(self._word_starts) else SPACE_MARK + parts[0]
-        pieces = [part for part in parts if isinstance(part, str)]
-        encodings = iter(self._backend.encode_batch_fast(pieces, add_special_tokens=False))  # releases the GIL
         ids: list[int] = []
-        for part in parts:
-            if isinstance(part, str):
-                ids.extend(next(encodings).ids)
-            else:
-                ids.append(part)
+        for start in range(0, len(parts), PARTS_AT_ONCE):
+            batch = parts[start : start + PARTS_AT_ONCE]
+            pieces = [part for part in batch if isinstance(part, str)]
+            encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)  # releases the GIL
+            num_tokens = len(ids) + sum(map(len, encodings)) + len(batch) - len(pieces)
+            self._check_length(num_tokens, max_tokens, is_exact=start + len(batch) == len(parts))
+            encoded = iter(encodings)
+            for part in batch:
+                ids.extend(next(encoded).ids if isinstance(part, str) else (part,))
         self._check_rows(ids)
         return ids
 
