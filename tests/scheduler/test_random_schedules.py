@@ -13,15 +13,15 @@ EOS = frozenset({11})
 
 
 def make_limits(rng: random.Random) -> Limits:
-    page_size = rng.choice((1, 1, 2, 3, 4, 16))
+    page_size = rng.choice((1, 1, 2, 3, 4, 8))
     return Limits(
         vocab_size=VOCAB,
         max_model_len=rng.choice((12, 20, 40)),
-        max_num_seqs=rng.choice((1, 2, 3, 5, 8)),
-        max_num_batched_tokens=rng.choice((1, 2, 5, 7, 16, 64)),
-        num_pages=max(2, rng.choice((10, 16, 24, 48)) // page_size),
+        max_num_seqs=rng.choice((1, 3, 8, 8, 8)),
+        max_num_batched_tokens=rng.choice((1, 3, 8, 16, 64, 64)),
+        num_pages=max(2, rng.choice((12, 24, 32, 64)) // page_size),
         page_size=page_size,
-        context_cost=rng.choice((0.0, 0.0, 0.05, 0.3)),
+        context_cost=rng.choice((0.0, 0.0, 0.0, 0.05, 0.3)),
     )
 
 
@@ -34,10 +34,10 @@ def make_request(rng: random.Random, limits: Limits, number: int, prompts: list[
         )
         prompt = prompt[:longest]
     else:
-        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, longest)))
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, rng.choice((4, 6, 8, longest)))))[:longest]
     prompts.append(prompt)
     params = SamplingParams(
-        max_tokens=rng.choice((None, 0, 1, 2, 5, 12, 12, 30)),
+        max_tokens=rng.choice((None, 0, 1, 2, 5, 9, 12, 20)),
         min_tokens=rng.choice((0, 0, 2)),
         ignore_eos=rng.random() < 0.7,
         stop_token_ids=(3,) if rng.random() < 0.1 else (),
@@ -60,8 +60,8 @@ def run_schedule(seed: int) -> dict[str, int]:
         prefix_cache=rng.random() < 0.7,
         policy=rng.choice(("fcfs", "priority")),
     )
-    num_requests = rng.randint(1, 8)
-    arrival_rate, abort_rate = rng.choice((0.1, 0.5, 1.0)), rng.choice((0.0, 0.0, 0.05, 0.3))
+    num_requests = rng.choice((1, 4, 6, 8))
+    arrival_rate, abort_rate = rng.choice((0.2, 1.0, 1.0)), rng.choice((0.0, 0.0, 0.05, 0.3))
     prompts: list[tuple[int, ...]] = []
     for _ in range(4000):
         if len(loop.outcomes) == num_requests and not loop.is_busy:
