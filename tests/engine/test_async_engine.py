@@ -108,6 +108,7 @@ async def test_abort_is_idempotent_and_tells_the_sink_once():
         assert engine.abort("r") is False
         assert (sink.text, sink.finish_reason) == ("abcd", FinishReason.ABORT)
         assert engine.abort("unknown") is False
+        assert sink.num_late_calls == 0
         while runner.launched:
             runner.complete_next()
             await settle()
@@ -160,6 +161,7 @@ async def test_a_failed_step_fails_everyone_at_once_and_leaves_a_trace(tmp_path)
         with pytest.raises(EngineDeadError, match="the device is gone"):
             await consumer
         assert all(isinstance(sink.error, EngineDeadError) for sink in sinks)
+        assert not any(sink.num_late_calls for sink in sinks)
         assert (engine.is_alive, engine.is_ready) == (False, False)
         assert str(engine.failure) == "the device is gone"
         with pytest.raises(EngineDeadError) as caught:
@@ -176,7 +178,7 @@ async def test_a_launch_that_raises_ends_the_engine_too():
         raise MemoryError("no room")
 
     runner.launch = launch
-    async with running_engine(runner, trace_file="/nonexistent/trace") as engine:
+    async with running_engine(runner, trace_file="/dev/null/trace") as engine:
         with pytest.raises(EngineDeadError, match="no room"):
             await collect(engine, "abc")
 
