@@ -1,24 +1,26 @@
-"""A stand-in for the model hub: one repository over HTTP, as huggingface_hub asks for it."""
+"""A stand-in for the model hub: a few repositories over HTTP, as huggingface_hub asks for them."""
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from urllib.parse import unquote, urlsplit
 
+Revisions = Mapping[str, Mapping[str, bytes]]  # branch or tag -> file name -> content
+
 
 class HubStandIn:
-    """Serves ``revisions``: name -> file name -> content; a commit is known by the hash of its name.
+    """Serves ``repos`` by "org/name"; the commit of a revision is the hash of its name.
 
-    With ``token`` set, requests without it are answered as the hub answers for a private repository.
-    ``requests`` lists (method, path, Authorization header).
+    With ``token`` set, requests without it are answered as the hub answers for a private repository, or a
+    gated one. ``requests`` lists (method, path, Authorization header).
     """
 
-    def __init__(self, repo: str, revisions: Mapping[str, Mapping[str, bytes]], token: str | None = None) -> None:
-        self.repo = repo
-        self.revisions = revisions
+    def __init__(self, repos: Mapping[str, Revisions], token: str | None = None) -> None:
+        self.repos = repos
         self.token = token
         self.is_gated = False
         self.requests: list[tuple[str, str, str | None]] = []
@@ -28,9 +30,9 @@ class HubStandIn:
     def commit_of(revision: str) -> str:
         return hashlib.sha1(revision.encode()).hexdigest()
 
-    def files_at(self, revision: str) -> tuple[str, Mapping[str, bytes]] | None:
+    def files_at(self, repo: str, revision: str) -> tuple[str, Mapping[str, bytes]] | None:
         """Return (commit, files) of a branch, tag or commit."""
-        for name, files in self.revisions.items():
+        for name, files in self.repos[repo].items():
             if revision in (name, self.commit_of(name)):
                 return self.commit_of(name), files
         return None
@@ -73,16 +75,19 @@ def _handler_for(hub: HubStandIn) -> type[BaseHTTPRequestHandler]:
             hub.requests.append((self.command, path, self.headers.get("Authorization")))
             if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
                 self._refuse(403 if hub.is_gated else 401, "GatedRepo" if hub.is_gated else "RepoNotFound")
-            elif path.startswith(f"/api/models/{hub.repo}"):
-                self._answer_api(path.removeprefix(f"/api/models/{hub.repo}").strip("/"))
-            elif path.startswith(f"/{hub.repo}/resolve/"):
-                self._answer_file(*path.removeprefix(f"/{hub.repo}/resolve/").split("/", 1))
+            elif api := re.fullmatch(r"/api/models/([^/]+/[^/]+)/?(.*)", path):
+                self._answer_api(*api.groups())
+            elif file := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+                self._answer_file(*file.groups())
             else:
                 self._refuse(404, "RepoNotFound")
 
-        def _answer_api(self, rest: str) -> None:
+        def _answer_api(self, repo: str, rest: str) -> None:
+            if repo not in hub.repos:
+                self._refuse(404, "RepoNotFound")
+                return
             kind, _, revision = rest.partition("/")
-            found = hub.files_at(revision or "main")
+            found = hub.files_at(repo, revision or "main")
             if found is None:
                 self._refuse(404, "RevisionNotFound")
                 return
@@ -94,11 +99,11 @@ def _handler_for(hub: HubStandIn) -> type[BaseHTTPRequestHandler]:
                 ]
                 self._send(json.dumps(entries).encode(), {"Content-Type": "application/json"})
             else:
-                info = {"id": hub.repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+                info = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
                 self._send(json.dumps(info).encode(), {"Content-Type": "application/json"})
 
-        def _answer_file(self, revision: str, name: str) -> None:
-            found = hub.files_at(revision)
+        def _answer_file(self, repo: str, revision: str, name: str) -> None:
+            found = hub.files_at(repo, revision)
             if found is None or name not in found[1]:
                 self._refuse(404, "EntryNotFound" if found else "RevisionNotFound")
                 return
