@@ -15,7 +15,7 @@ from aserve.attention.base import (
     LseBase,
     dtype_name,
 )
-from aserve.kernels.cpu.bindings import AttentionArguments, cpu_kernels
+from aserve.kernels.cpu.bindings import AttentionArguments, CpuKernels, cpu_kernels
 
 MAX_HEAD_DIM = 256
 KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -38,8 +38,8 @@ class CpuBackend(AttentionBackend):
     name = "cpu"
     lse_base: LseBase = "e"
 
-    def __init__(self) -> None:
-        self._kernels = cpu_kernels()
+    def __init__(self, kernels: CpuKernels | None = None) -> None:
+        self._kernels = kernels or cpu_kernels()
 
     @classmethod
     def refuse(cls, problem: AttentionProblem) -> str | None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from aserve.kernels.cpu.bindings import Functions, cpu_kernels
+from aserve.kernels.cpu.bindings import CpuKernels, Functions, cpu_kernels
 from aserve.kernels.operators import Operators
 
 BRIEF_VALUES = 1 << 16  # up to here a call takes some 20 us, for which the interpreter lock is not given away
@@ -12,8 +12,8 @@ BRIEF_VALUES = 1 << 16  # up to here a call takes some 20 us, for which the inte
 class CpuOperators(Operators):
     """One C call each."""
 
-    def __init__(self) -> None:
-        self._kernels = cpu_kernels()
+    def __init__(self, kernels: CpuKernels | None = None) -> None:
+        self._kernels = kernels or cpu_kernels()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not _are_float32(x, weight):

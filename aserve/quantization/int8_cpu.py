@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aserve.kernels.cpu.bindings import cpu_kernels
+from aserve.kernels.cpu.bindings import CpuKernels, cpu_kernels
 from aserve.quantization.base import QuantMethod
 
 GROUP = 32  # activations that share a scale; inputs are padded to a multiple
@@ -28,8 +28,8 @@ class Int8Cpu(QuantMethod):
     name = "int8_cpu"
     layout = "int8_cpu-1"
 
-    def __init__(self) -> None:
-        self._kernels = cpu_kernels()
+    def __init__(self, kernels: CpuKernels | None = None) -> None:
+        self._kernels = kernels or cpu_kernels()
 
     def pack(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         blocks = [_quantize(block) for block in torch.split(weight, ROWS_AT_ONCE)]

@@ -1,0 +1,120 @@
+"""``python -m aserve.bench.perplexity``: what a quantisation costs, as the perplexity of a text.
+
+The text is cut into windows that do not overlap; every token of a window but its first is predicted from the ones
+before it. The decoder, the attention backend and the operators are those that serve.
+"""
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from aserve.attention.base import AttentionBatch
+from aserve.attention.context import ForwardContext
+from aserve.bench.report import format_table
+from aserve.config import EngineConfig
+from aserve.kernels.choose import choose_operators
+from aserve.log import configure_logging
+from aserve.model_files import ModelFiles, locate_model
+from aserve.models.decoder import Decoder
+from aserve.runner.build import assemble
+from aserve.runner.executor import DeviceParts
+from aserve.tokenizer.load import load_tokenizer
+from aserve.weights.load import load_model
+
+DEFAULT_TEXT = Path("docs/data/python-reference.txt")
+ROWS_AT_ONCE = 128  # bounds the logits in memory
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityResult:
+    """One quantisation; ``change_percent`` is against the first one measured."""
+
+    quantization: str
+    num_tokens: int  # predicted
+    perplexity: float
+    change_percent: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print a markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="as for aserve serve; default: the demo model")
+    parser.add_argument("--text", type=Path, default=DEFAULT_TEXT, help="UTF-8 file (default: %(default)s)")
+    parser.add_argument("--window", type=int, default=1024, help="tokens (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, help="tokens of the text to use; default: all")
+    parser.add_argument(
+        "--quantization", nargs="+", default=["none", "int8"], help="in order (default: none int8)", metavar="NAME"
+    )
+    arguments = parser.parse_args(argv)
+    configure_logging("warning")
+    files = locate_model(EngineConfig(model=arguments.model))
+    text = arguments.text.read_text(encoding="utf-8")
+    token_ids = load_tokenizer(files).encode(text, add_special_tokens=False)[: arguments.max_tokens]
+    results: list[PerplexityResult] = []
+    for quantization in arguments.quantization:
+        loss, num_tokens = measure_loss(files, quantization, token_ids, arguments.window)
+        perplexity = math.exp(loss)
+        first = results[0].perplexity if results else perplexity
+        results.append(PerplexityResult(quantization, num_tokens, perplexity, 100 * (perplexity / first - 1)))
+    print(format_table([asdict(result) for result in results]))
+    return 0
+
+
+@torch.inference_mode()
+def measure_loss(files: ModelFiles, quantization: str, token_ids: list[int], window: int) -> tuple[float, int]:
+    """Return the mean negative log-likelihood in nats and the number of tokens it is over, in float32 on the CPU."""
+    device = torch.device("cpu")
+    operators = choose_operators(device)
+    model = load_model(files, device=device, dtype=torch.float32, quantization=quantization, operators=operators).model
+    config = EngineConfig(max_num_seqs=1, num_pages=-(-window // PAGE_SIZE), page_size=PAGE_SIZE, max_model_len=window)
+    parts = assemble(config, model, operators, device, torch.float32)
+    losses = [_window_loss(parts, piece) for piece in _windows(token_ids, window)]
+    num_tokens = sum(count for _, count in losses)
+    return sum(loss for loss, _ in losses) / num_tokens, num_tokens
+
+
+def _windows(token_ids: list[int], window: int) -> Iterator[Tensor]:
+    for start in range(0, len(token_ids) - 1, window):
+        yield torch.tensor(token_ids[start : start + window])
+
+
+def _window_loss(parts: DeviceParts, token_ids: Tensor) -> tuple[float, int]:
+    """Return the summed loss of all tokens but the first, and their number."""
+    batch = _one_prompt(len(token_ids))
+    ctx = ForwardContext(batch, parts.backend, parts.backend.plan(batch), parts.layers_kv, parts.operators)
+    hidden = parts.model.forward(token_ids, ctx)[:-1]
+    loss = 0.0
+    for rows, targets in zip(hidden.split(ROWS_AT_ONCE), token_ids[1:].split(ROWS_AT_ONCE), strict=True):
+        loss += _summed_loss(parts.model, rows, targets)
+    return loss, len(hidden)
+
+
+def _summed_loss(model: Decoder, hidden: Tensor, targets: Tensor) -> float:
+    logits = model.compute_logits(hidden)
+    return float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+
+
+def _one_prompt(num_tokens: int) -> AttentionBatch:
+    """A whole prompt in one step, on the pages 0, 1, 2 ..."""
+    positions = torch.arange(num_tokens)
+    return AttentionBatch(
+        query_lens=[num_tokens],
+        key_lens=[num_tokens],
+        num_decodes=0,
+        cu_query_lens=torch.tensor([0, num_tokens], dtype=torch.int32),
+        key_lens_device=torch.tensor([num_tokens], dtype=torch.int32),
+        page_table=torch.arange(-(-num_tokens // PAGE_SIZE), dtype=torch.int32).unsqueeze(0),
+        slot_mapping=positions,
+        positions=positions,
+        page_size=PAGE_SIZE,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

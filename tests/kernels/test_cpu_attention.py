@@ -1,0 +1,161 @@
+"""Paged attention in C against dense attention in float64; NaN stands wherever it has no business to read."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from doubles_attention import PagedCase, dense_attention, make_case, make_spec
+from doubles_kernels import Threads, load_variant, variants
+
+from aserve.attention.base import AttentionProblem, AttentionSpec
+from aserve.attention.cpu_backend import CpuBackend
+
+LENGTHS = [1, 15, 16, 17, 63, 64, 65, 257, 700]
+SHAPES = [(1, 64), (2, 80), (3, 64), (4, 128), (5, 20), (8, 64), (60, 16), (1, 256)]  # group, head_dim
+pytestmark = pytest.mark.parametrize("variant", variants())
+
+
+def check(variant: str, case: PagedCase, spec: AttentionSpec, tolerance: float = 2e-5) -> None:
+    backend = CpuBackend(load_variant(variant))
+    output, lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True)
+    expected, expected_lse = dense_attention(case, spec)
+    assert output.dtype == case.q.dtype
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+    assert lse is not None
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-5, atol=2e-5)
+    plain, no_lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec)
+    assert torch.equal(plain, output)
+    assert no_lse is None
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+@pytest.mark.parametrize(("group", "head_dim"), SHAPES)
+def test_decodes_of_all_lengths_at_once(variant: str, group: int, head_dim: int, page_size: int) -> None:
+    spec = make_spec(2 * group, 2, head_dim)
+    check(variant, make_case(spec, [1] * len(LENGTHS), LENGTHS, len(LENGTHS), page_size=page_size), spec)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("group", "head_dim"), SHAPES)
+def test_prompts_and_chunks_after_context(variant: str, group: int, head_dim: int, page_size: int) -> None:
+    spec = make_spec(group, 1, head_dim)
+    check(
+        variant, make_case(spec, [1, 15, 16, 17, 50, 1, 2], [1, 15, 32, 17, 257, 31, 300], 0, page_size=page_size), spec
+    )
+
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "window 1": {"sliding_window": 1},
+    "window 16": {"sliding_window": 16},
+    "window 100": {"sliding_window": 100},
+    "window beyond all": {"sliding_window": 10000},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": torch.tensor([-2.0, 0.0, 1.0, 3.0, -torch.inf, 0.5])},
+    "all": {"sliding_window": 16, "softcap": 3.0, "sinks": torch.linspace(-1, 2, 6)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_window_softcap_and_sinks(variant: str, options: dict[str, object]) -> None:
+    spec = make_spec(6, 2, 64, **options)
+    check(variant, make_case(spec, [1, 1, 1, 60, 17], [1, 33, 700, 60, 300], 3), spec)
+
+
+@pytest.mark.parametrize("window", [1, 50, 128])
+def test_keys_before_the_window_are_never_read(variant: str, window: int) -> None:
+    """Their pages may be gone: NaN stands there, and the table names a page of NaN."""
+    spec = make_spec(6, 2, 64, sliding_window=window)
+    case = make_case(spec, [1, 5, 40], [700, 500, 400], 1)
+    expected, _ = dense_attention(case, spec)
+    for seq, (query_len, key_len) in enumerate(zip(case.batch.query_lens, case.batch.key_lens, strict=True)):
+        for position in range(max(0, key_len - query_len + 1 - window)):
+            page = int(case.batch.page_table[seq, position // 16])
+            case.layer_kv.key[page, position % 16] = math.nan
+            case.layer_kv.value[page, position % 16] = math.nan
+    backend = CpuBackend(load_variant(variant))
+    output, _ = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec)
+    torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("head_dim", [20, 64])
+def test_half_precision_pools(variant: str, head_dim: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Inputs are exact in float64, so only the rounding of the output is left (2^-8 and 2^-11 of its size)."""
+    spec = make_spec(3, 1, head_dim)
+    check(variant, make_case(spec, [1, 1, 20], [100, 257, 60], 2, dtype=dtype), spec, tolerance)
+
+
+@pytest.mark.parametrize("options", [OPTIONS["window 100"], {}], ids=["window", "plain"])
+def test_rows_are_equal_bit_for_bit_alone_and_in_a_batch(variant: str, options: dict[str, object]) -> None:
+    spec = make_spec(9, 3, 64, **options)
+    case = make_case(spec, [1, 1, 1, 40, 5, 100], [192, 3, 2000, 300, 900, 100], 3)
+    backend = CpuBackend(load_variant(variant))
+    together = []
+    for num_threads in (1, 2, 5):
+        with Threads(num_threads):
+            together.append(backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True))
+    assert all(torch.equal(output, together[0][0]) for output, _ in together)
+    for seq in range(6):
+        tokens = slice(int(case.batch.cu_query_lens[seq]), int(case.batch.cu_query_lens[seq + 1]))
+        alone = dataclasses.replace(
+            case.batch,
+            query_lens=[case.batch.query_lens[seq]],
+            key_lens=[case.batch.key_lens[seq]],
+            cu_query_lens=torch.tensor([0, case.batch.query_lens[seq]], dtype=torch.int32),
+            key_lens_device=case.batch.key_lens_device[seq : seq + 1],
+            page_table=case.batch.page_table[seq : seq + 1, : -(-case.batch.key_lens[seq] // 16)],
+        )
+        output, lse = backend.forward(case.q[tokens], case.layer_kv, backend.plan(alone), spec, return_lse=True)
+        assert torch.equal(output, together[0][0][tokens])
+        assert lse is not None
+        assert together[0][1] is not None
+        assert torch.equal(lse, together[0][1][tokens])
+
+
+def test_a_nan_query_hurts_no_other_row(variant: str) -> None:
+    spec = make_spec(6, 2, 64)
+    case = make_case(spec, [1, 1, 20], [40, 50, 60], 2)
+    backend = CpuBackend(load_variant(variant))
+    clean, _ = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec)
+    case.q[0, 2, 3] = case.q[7, 1, 0] = math.nan
+    output, _ = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec)
+    is_hurt = torch.zeros(22, 6, dtype=torch.bool)
+    is_hurt[0, 2] = is_hurt[7, 1] = True
+    assert output[is_hurt].isnan().all()
+    assert torch.equal(output[~is_hurt], clean[~is_hurt])
+
+
+def test_queries_may_be_a_strided_view(variant: str) -> None:
+    spec = make_spec(4, 2, 64)
+    case = make_case(spec, [1, 5], [9, 12], 1)
+    wide = torch.full((6, 8, 64), math.nan)
+    wide[:, :4] = case.q
+    check(variant, dataclasses.replace(case, q=wide[:, :4]), spec)
+
+
+def test_large_scores_do_not_overflow(variant: str) -> None:
+    spec = make_spec(6, 2, 64)
+    case = make_case(spec, [1, 30], [300, 300], 1)
+    case.q.mul_(60)
+    check(variant, case, spec, 2e-4)
+
+
+def test_rows_of_query_length_zero_are_passed_over(variant: str) -> None:
+    """Padding: sequences without a token of this step, at either end and in the middle."""
+    spec = make_spec(3, 1, 64)
+    case = make_case(spec, [0, 1, 0, 0, 20, 0], [5, 300, 7, 1, 40, 1], 0)
+    check(variant, case, spec)
+
+
+def problem(**changes: object) -> AttentionProblem:
+    plain = AttentionProblem("cpu", torch.float32, num_heads=9, num_kv_heads=3, head_dim=64, page_size=16)
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def test_what_it_cannot_serve_is_refused_by_name(variant: str) -> None:
+    del variant  # decided before anything is compiled
+    assert CpuBackend.refuse(problem()) is None
+    assert "CPU only" in str(CpuBackend.refuse(problem(device_type="cuda")))
+    assert "head_dim 512" in str(CpuBackend.refuse(problem(head_dim=512)))
+    assert "float64" in str(CpuBackend.refuse(problem(dtype=torch.float64)))
