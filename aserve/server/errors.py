@@ -84,7 +84,7 @@ def report_error(error: BaseException) -> ErrorReport:
         kind = TYPES.get(error.status, "invalid_request_error")
         return ErrorReport(error.status, error.message, kind, error.param, error.code)
     if isinstance(error, CapacityError):
-        code = "rate_limit_exceeded" if error.status == 429 else "overloaded"
+        code = "rate_limit_exceeded" if error.status == 429 else "service_unavailable"
         return ErrorReport(
             error.status, error.message, TYPES[error.status], code=code, retry_after_s=error.retry_after_s
         )

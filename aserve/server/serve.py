@@ -92,12 +92,13 @@ async def running_server(config: Config, engine: AsyncEngine) -> AsyncIterator[R
         await serving
 
 
-async def serve(config: Config, on_ready: Callable[[str], None]) -> int:
+async def serve(config: Config, on_ready: Callable[[str], None], engine: AsyncEngine | None = None) -> int:
     """Serve until a signal or a failure ends it; returns the exit code. ``on_ready`` gets the address.
 
-    Raises ConfigError if the address, the model or the machine does not allow it.
+    ``engine`` is one that has not been started yet; None makes it from ``config``. Raises ConfigError if the address,
+    the model or the machine does not allow it.
     """
-    engine = AsyncEngine(config.engine)
+    engine = engine or AsyncEngine(config.engine)
     stop = _watch_signals()
     async with running_server(config, engine) as server:
         logger.info("listening on %s; the model is loading", server.url)
@@ -123,10 +124,10 @@ async def serve(config: Config, on_ready: Callable[[str], None]) -> int:
     return 0
 
 
-def run_server(config: Config) -> int:
+def run_server(config: Config, engine: AsyncEngine | None = None) -> int:
     """Serve in an event loop of its own; returns the exit code."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        code = runner.run(serve(config, lambda url: print(f"aserve is ready. Chat: {url}/", flush=True)))
+        code = runner.run(serve(config, lambda url: print(f"aserve is ready. Chat: {url}/", flush=True), engine))
     if any(thread.daemon for thread in threading.enumerate()):
         # A thread in native code (a load that was interrupted, a step that hangs) cannot be stopped, and crashes when
         # the interpreter goes first.
@@ -158,6 +159,7 @@ def _uvicorn_config(config: Config, app: object) -> uvicorn.Config:
         ws=WebSocketProtocol,
         ws_max_size=int(config.server.max_frame_mib * 2**20),
         ws_per_message_deflate=False,  # costs 47 KiB a connection and time for every token
+        interface="asgi3",
         lifespan="off",
         log_config=None,
         access_log=False,

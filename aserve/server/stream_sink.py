@@ -115,6 +115,11 @@ class StreamSink:
         """Write ``output`` at once while the peer keeps up, else merge it with what waits."""
         if self._is_ended or self._error is not None:  # aborted after ``fail``
             return
+        if output.finish_reason is FinishReason.ABORT or output.finish_reason is FinishReason.ERROR:
+            output.finish_reason = None  # its text is good; its end is a failure
+            self.put(output)
+            self.fail(EngineDeadError("the request was ended by the server"))
+            return
         if self._pending is None and self._outlet.is_writable:
             self._write(output)
             return
@@ -146,13 +151,9 @@ class StreamSink:
             self._write_failure(self._error)
 
     def _write(self, output: RequestOutput) -> None:
-        reason = output.finish_reason
-        if reason is FinishReason.ERROR or reason is FinishReason.ABORT:
-            self._write_failure(EngineDeadError(str(output.stop_reason or "the request was ended by the server")))
-            return
         for frame in self._builder.frames(output):
             self._outlet.write(frame)
-        if reason is not None:
+        if output.finish_reason is not None:
             self._end()
 
     def _write_failure(self, error: AserveError) -> None:
