@@ -131,7 +131,7 @@ async def scripted_engine(
 @asynccontextmanager
 async def live_server(engine: AsyncEngine, **settings: Any) -> AsyncIterator[Live]:
     """Serve on a free port, as the command does; at the end nothing may be left open."""
-    config = Config(server=ServerConfig(port=0, **settings))
+    config = Config(server=ServerConfig(**{"port": 0, **settings}))
     async with running_server(config, engine) as server:
         yield Live(server)
     assert not server.state._connections
