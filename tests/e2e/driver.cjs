@@ -1,24 +1,31 @@
-// Drives one browser page for the tests: a JSON line in is [method, ...arguments] of the page, a JSON line out its result.
-// Console errors and exceptions of the page are kept; the method "problems" returns them.
+// Headless Chromium for the tests, one page at a time. A JSON line in is [method, ...arguments] of the page, a JSON line out
+// its result. "open" makes a page in a context of its own, "leave" closes it, "problems" returns what the page complained of.
 
 const readline = require("node:readline");
 const { chromium } = require("playwright-core");
 
 async function main() {
-  const [endpoint, options] = [process.argv[2], JSON.parse(process.argv[3])];
-  const browser = await chromium.connect(endpoint);
-  const context = await browser.newContext(options);
-  const page = await context.newPage();
-  page.setDefaultTimeout(10_000);
-  const problems = [];
-  page.on("console", (message) => message.type() === "error" && problems.push(message.text()));
-  page.on("pageerror", (error) => problems.push(String(error)));
+  const browser = await chromium.launch({ executablePath: process.argv[2], args: ["--no-sandbox", "--disable-gpu"] });
+  let context, page, problems;
+
+  const commands = {
+    async open(options) {
+      context = await browser.newContext(options);
+      page = await context.newPage();
+      page.setDefaultTimeout(20_000);
+      problems = [];
+      page.on("console", (message) => message.type() === "error" && problems.push(message.text()));
+      page.on("pageerror", (error) => problems.push(String(error)));
+    },
+    leave: () => context.close(),
+    problems: () => problems,
+  };
 
   for await (const line of readline.createInterface({ input: process.stdin })) {
     const [method, ...args] = JSON.parse(line);
     let reply;
     try {
-      const result = method === "problems" ? problems : await page[method](...args);
+      const result = await (commands[method] ? commands[method](...args) : page[method](...args));
       reply = { result: isPlain(result) ? result : null };
     } catch (error) {
       reply = { error: String(error) };

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from doubles_browser import Page, browser_page, browser_server
+from doubles_browser import Browser, Page, running_browser
 from doubles_socket import LIMITS, Live, in_loop, live_server, obey, scripted_engine, scripted_server
 
 CONNECTED = "document.querySelector('#connection').dataset.state === 'connected'"
@@ -19,9 +19,9 @@ WebSocket.prototype.send = function (data) { window.frames_sent.push(JSON.parse(
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[str]:
-    with browser_server() as endpoint:
-        yield endpoint
+def browser() -> Iterator[Browser]:
+    with running_browser() as browser:
+        yield browser
 
 
 async def open_chat(page: Page, live: Live) -> None:
@@ -51,9 +51,9 @@ async def sent(page: Page) -> list[dict[str, Any]]:
 
 
 @in_loop
-async def test_text_grows_while_it_streams_and_the_speed_is_shown(browser: str) -> None:
+async def test_text_grows_while_it_streams_and_the_speed_is_shown(browser: Browser) -> None:
     spoken = "a long answer " * 20
-    async with scripted_server(step_time_s=0.005) as live, browser_page(browser) as page:
+    async with scripted_server(step_time_s=0.005) as live, browser.page() as page:
         await open_chat(page, live)
         assert await page("textContent", "#model") == "scripted"
         await say(page, f"say {spoken}.")
@@ -74,8 +74,8 @@ async def test_text_grows_while_it_streams_and_the_speed_is_shown(browser: str) 
 
 
 @in_loop
-async def test_stop_ends_the_answer_on_the_server_and_the_conversation_goes_on(browser: str) -> None:
-    async with scripted_server(step_time_s=0.005) as live, browser_page(browser) as page:
+async def test_stop_ends_the_answer_on_the_server_and_the_conversation_goes_on(browser: Browser) -> None:
+    async with scripted_server(step_time_s=0.005) as live, browser.page() as page:
         await open_chat(page, live)
         await say(page, "count")
         await page.wait_for("document.querySelectorAll('.assistant .body')[0]?.textContent.length > 5")
@@ -94,9 +94,9 @@ async def test_stop_ends_the_answer_on_the_server_and_the_conversation_goes_on(b
 
 
 @in_loop
-async def test_stop_falls_back_to_leaving_the_socket(browser: str) -> None:
+async def test_stop_falls_back_to_leaving_the_socket(browser: Browser) -> None:
     drop_cancel = LOG_FRAMES.replace("return send", "if (data.includes('response.cancel')) return; return send")
-    async with scripted_server(step_time_s=0.005) as live, browser_page(browser) as page:
+    async with scripted_server(step_time_s=0.005) as live, browser.page() as page:
         await page("addInitScript", drop_cancel)
         await page("goto", live.http_url + "/")
         await page.wait_for(CONNECTED)
@@ -109,14 +109,14 @@ async def test_stop_falls_back_to_leaving_the_socket(browser: str) -> None:
 
 
 @in_loop
-async def test_a_second_turn_continues_and_a_new_chat_does_not(browser: str) -> None:
+async def test_a_second_turn_continues_and_a_new_chat_does_not(browser: Browser) -> None:
     prompts = []
 
     def script(tokens: Any, position: int) -> int:
         prompts.append("".join(map(chr, tokens[:position])))
         return obey(tokens, position)  # type: ignore[return-value]
 
-    async with scripted_server(script) as live, browser_page(browser) as page:
+    async with scripted_server(script) as live, browser.page() as page:
         await open_chat(page, live)
         assert await ask(page, "say one") == "one"
         prompts.clear()
@@ -135,8 +135,8 @@ async def test_a_second_turn_continues_and_a_new_chat_does_not(browser: str) -> 
 
 
 @in_loop
-async def test_a_new_chat_while_an_answer_runs_stops_it(browser: str) -> None:
-    async with scripted_server(step_time_s=0.005) as live, browser_page(browser) as page:
+async def test_a_new_chat_while_an_answer_runs_stops_it(browser: Browser) -> None:
+    async with scripted_server(step_time_s=0.005) as live, browser.page() as page:
         await open_chat(page, live)
         await say(page, "count")
         await page.wait_for("document.querySelectorAll('.assistant .body')[0]?.textContent.length > 5")
@@ -148,8 +148,8 @@ async def test_a_new_chat_while_an_answer_runs_stops_it(browser: str) -> None:
 
 
 @in_loop
-async def test_the_whole_history_is_sent_when_the_server_has_forgotten_or_was_restarted(browser: str) -> None:
-    async with scripted_engine() as engine, browser_page(browser) as page:
+async def test_the_whole_history_is_sent_when_the_server_has_forgotten_or_was_restarted(browser: Browser) -> None:
+    async with scripted_engine() as engine, browser.page() as page:
         async with live_server(engine) as live:
             port = live.port
             await open_chat(page, live)
@@ -170,8 +170,8 @@ async def test_the_whole_history_is_sent_when_the_server_has_forgotten_or_was_re
 
 
 @in_loop
-async def test_an_old_connection_is_replaced_and_a_turn_on_it_is_sent_again(browser: str) -> None:
-    async with scripted_server(max_connection_age_s=1.0) as live, browser_page(browser) as page:
+async def test_an_old_connection_is_replaced_and_a_turn_on_it_is_sent_again(browser: Browser) -> None:
+    async with scripted_server(max_connection_age_s=1.0) as live, browser.page() as page:
         await open_chat(page, live)
         assert await ask(page, "say one") == "one"
         await asyncio.sleep(1.2)
@@ -179,9 +179,9 @@ async def test_an_old_connection_is_replaced_and_a_turn_on_it_is_sent_again(brow
 
 
 @in_loop
-async def test_text_is_shown_as_text_and_code_as_code(browser: str) -> None:
+async def test_text_is_shown_as_text_and_code_as_code(browser: Browser) -> None:
     html = "<img src=x onerror=\"document.title='bad'\"><b>bold</b>"
-    async with scripted_server() as live, browser_page(browser) as page:
+    async with scripted_server() as live, browser.page() as page:
         await open_chat(page, live)
         assert await ask(page, f"say {html} `x < 1`") == html + " x < 1"
         assert await page("evaluate", "document.querySelectorAll('#messages img, #messages b').length") == 0
@@ -194,13 +194,13 @@ CODE = "import os\n\n<b>no</b>"
 
 
 @in_loop
-async def test_fenced_code_is_a_block(browser: str) -> None:
+async def test_fenced_code_is_a_block(browser: Browser) -> None:
     def script(tokens: Any, position: int) -> int:
         text = f"Look:\n```python\n{CODE}\n```\nDone."
         spoken = position - len("show\n")
         return ord(text[spoken]) if spoken < len(text) else 2
 
-    async with scripted_server(script) as live, browser_page(browser) as page:
+    async with scripted_server(script) as live, browser.page() as page:
         await open_chat(page, live)
         await ask(page, "show")
         assert await page("textContent", ".assistant pre code") == CODE
@@ -209,9 +209,9 @@ async def test_fenced_code_is_a_block(browser: str) -> None:
 
 @in_loop
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_a_phone_shows_everything_without_scrolling_sideways(browser: str, scheme: str) -> None:
+async def test_a_phone_shows_everything_without_scrolling_sideways(browser: Browser, scheme: str) -> None:
     phone = {"viewport": {"width": 360, "height": 640}, "colorScheme": scheme, "hasTouch": True}
-    async with scripted_server() as live, browser_page(browser, **phone) as page:
+    async with scripted_server() as live, browser.page(**phone) as page:
         await open_chat(page, live)
         await ask(page, "say " + "w" * 300 + " `" + "c" * 300 + "`")
         await page("click", "#settings-toggle")
@@ -228,8 +228,8 @@ async def test_a_phone_shows_everything_without_scrolling_sideways(browser: str,
 
 
 @in_loop
-async def test_the_keyboard_sends_and_breaks_lines_and_every_control_has_a_name(browser: str) -> None:
-    async with scripted_server() as live, browser_page(browser) as page:
+async def test_the_keyboard_sends_and_breaks_lines_and_every_control_has_a_name(browser: Browser) -> None:
+    async with scripted_server() as live, browser.page() as page:
         await open_chat(page, live)
         await page("focus", "#prompt")
         assert await page("isDisabled", "#send")
@@ -250,8 +250,8 @@ async def test_the_keyboard_sends_and_breaks_lines_and_every_control_has_a_name(
 
 
 @in_loop
-async def test_errors_are_shown_and_the_next_message_works(browser: str) -> None:
-    async with scripted_server() as live, browser_page(browser) as page:
+async def test_errors_are_shown_and_the_next_message_works(browser: Browser) -> None:
+    async with scripted_server() as live, browser.page() as page:
         await open_chat(page, live)
         await ask(page, "fail")
         assert await page("textContent", "#error") == "this row cannot be sampled"
@@ -263,8 +263,8 @@ async def test_errors_are_shown_and_the_next_message_works(browser: str) -> None
 
 
 @in_loop
-async def test_a_key_is_asked_for_only_where_one_is_needed_and_kept_in_the_tab(browser: str) -> None:
-    async with scripted_server(api_key="sk-right") as live, browser_page(browser) as page:
+async def test_a_key_is_asked_for_only_where_one_is_needed_and_kept_in_the_tab(browser: Browser) -> None:
+    async with scripted_server(api_key="sk-right") as live, browser.page() as page:
         await page("addInitScript", LOG_FRAMES)
         await page("goto", live.http_url + "/")
         await page.wait_for("!document.querySelector('#key-form').hidden")
