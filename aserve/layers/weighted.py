@@ -45,5 +45,8 @@ class WeightedLayer(ABC):
         """Map the checkpoint's tensor names to their slots."""
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take what ``tensors`` held in an earlier run."""
-        self.tensors = {key: tensor.to(self.weights.device) for key, tensor in tensors.items()}
+        """Copy what ``tensors`` held in an earlier run.
+
+        Memory of its own is aligned, which views of a mapped file are not and kernels want, and outlives the file.
+        """
+        self.tensors = {key: tensor.to(self.weights.device, copy=True) for key, tensor in tensors.items()}

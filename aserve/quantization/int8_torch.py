@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from aserve.quantization.base import QuantMethod
 
 COLUMN_MULTIPLE = 32  # torch's kernel reads whole vectors of 16 or 32 columns, past the end of other widths
+ALIGNMENT = 64  # bytes; torch's kernel crashes on activations or weights that start elsewhere
 ROWS_AT_ONCE = 4096  # bounds the float32 copies made while packing
 
 
@@ -29,11 +30,16 @@ class Int8Torch(QuantMethod):
         columns, weight = x.bfloat16(), packed["weight"]
         if padding := -weight.shape[1] % COLUMN_MULTIPLE:  # no published model has such a width
             columns, weight = F.pad(columns, (0, padding)), F.pad(weight, (0, padding))
-        result = torch._weight_int8pack_mm(columns.contiguous(), weight, packed["scale"]).to(x.dtype)
+        result = torch._weight_int8pack_mm(_align(columns.contiguous()), _align(weight), packed["scale"]).to(x.dtype)
         return result if bias is None else result + bias
 
     def rows(self, packed: Mapping[str, Tensor], row_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return (packed["weight"][row_ids].float() * packed["scale"][row_ids].float().unsqueeze(1)).to(dtype)
+
+
+def _align(x: Tensor) -> Tensor:
+    """Return ``x`` or, where it is a view that starts at an odd address, a copy."""
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
 def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

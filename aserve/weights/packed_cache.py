@@ -1,4 +1,4 @@
-"""Packed weights kept on disk, so that the next start maps them instead of expanding and packing the checkpoint.
+"""Packed weights kept on disk, so that the next start copies them instead of expanding and packing the checkpoint.
 
 One file per checkpoint path, layout and dtype, rewritten when the checkpoint changes. The cache never decides
 whether a model loads: whatever is wrong with it is logged, and the checkpoint is read instead.
@@ -47,7 +47,7 @@ class PackedCache:
             return False
         for layer in layers:
             layer.restore(kept.get(layer.name, {}))
-        logger.info("mapped packed weights from %s", self.path)
+        logger.info("took packed weights from %s", self.path)
         return True
 
     def save(self, model: Decoder) -> None:
@@ -66,7 +66,7 @@ class PackedCache:
         logger.info("kept packed weights in %s", self.path)
 
     def _read(self) -> dict[str, dict[str, Tensor]] | None:
-        """Return layer name -> tensors, mapped; None if there is no file or it is of another checkpoint state."""
+        """Return layer name -> tensors, views of the mapped file; None if there is no file of this checkpoint state."""
         if not self.path.is_file():
             return None
         kept: dict[str, dict[str, Tensor]] = {}

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from doubles_gguf import TinyFile, interleave_rotary_rows
 from doubles_models import PagedSequence, load_folder, make_oracle, read_demo_in_transformers
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 from numpy.typing import NDArray
@@ -16,90 +17,13 @@ from aserve.model_files import ModelFiles
 from aserve.weights.gguf_file import GgufFile
 
 TOKENS = [5, 17, 42, 98, 3, 77, 1, 60, 8]
-STEMS = {
-    "embed_tokens": "token_embd",
-    "lm_head": "output",
-    "norm": "output_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "o_proj": "attn_output",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-}
 
 
-def gguf_name(name: str) -> str:
-    """The GGUF name of a transformers parameter."""
-    *path, stem, kind = name.split(".")
-    return f"blk.{path[2]}.{STEMS[stem]}.{kind}" if "layers" in path else f"{STEMS[stem]}.{kind}"
-
-
-def interleave_rotary_rows(weight: NDArray[Any], num_heads: int) -> NDArray[Any]:
-    """What llama.cpp's converter does to query and key rows of llama models."""
-    return (
-        weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(weight.shape)
-    )
-
-
-class TinyFile:
-    """A GGUF file made of a transformers model, with the means to spoil it before it is written."""
-
-    def __init__(self, oracle: Any, arch: str) -> None:
-        self.oracle, self.arch = oracle, arch
-        config = oracle.config
-        self.tensors: dict[str, tuple[NDArray[Any], GGMLQuantizationType]] = {}
-        for name, parameter in oracle.named_parameters():
-            values = parameter.detach().numpy()
-            if arch == "llama" and ("q_proj" in name or "k_proj" in name):
-                is_query = "q_proj" in name
-                num_heads = config.num_attention_heads if is_query else config.num_key_value_heads
-                values = interleave_rotary_rows(values, num_heads)
-            self.tensors[gguf_name(name)] = (values, GGMLQuantizationType.F32)
-        self.metadata: dict[str, Any] = {
-            "block_count": config.num_hidden_layers,
-            "context_length": config.max_position_embeddings,
-            "embedding_length": config.hidden_size,
-            "feed_forward_length": config.intermediate_size,
-            "attention.head_count": config.num_attention_heads,
-            "attention.head_count_kv": config.num_key_value_heads,
-            "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-            "attention.key_length": config.head_dim if arch == "qwen3" else None,
-            "rope.freq_base": config.rope_parameters["rope_theta"],
-        }
-
-    def add(self, name: str, values: NDArray[Any], kind: GGMLQuantizationType = GGMLQuantizationType.F32) -> None:
-        self.tensors[name] = (values, kind)
-
-    def write(self, path: Path) -> Path:
-        writer = GGUFWriter(path, self.arch)
-        for key, value in self.metadata.items():
-            if isinstance(value, int):
-                writer.add_uint32(f"{self.arch}.{key}", value)
-            elif isinstance(value, float):
-                writer.add_float32(f"{self.arch}.{key}", value)
-            elif isinstance(value, str):
-                writer.add_string(f"{self.arch}.{key}", value)
-        for name, (values, kind) in self.tensors.items():
-            writer.add_tensor(name, values, raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path
-
-    @torch.inference_mode()
-    def assert_loads_from(self, path: Path) -> None:
-        expected = self.oracle(torch.tensor([TOKENS])).logits[0]
-        logits = PagedSequence(load_folder(self.write(path)), len(TOKENS)).step(TOKENS)
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+@torch.inference_mode()
+def assert_equals_oracle(tiny: TinyFile, path: Path) -> None:
+    expected = tiny.oracle(torch.tensor([TOKENS])).logits[0]
+    logits = PagedSequence(load_folder(tiny.write(path)), len(TOKENS)).step(TOKENS)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
 @pytest.fixture
@@ -119,7 +43,7 @@ def tiny(tmp_path: Path) -> TinyFile:
     ],
 )
 def test_logits_equal_transformers(arch: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    TinyFile(make_oracle(arch, changes, tmp_path), arch).assert_loads_from(tmp_path / "tiny.gguf")
+    assert_equals_oracle(TinyFile(make_oracle(arch, changes, tmp_path), arch), tmp_path / "tiny.gguf")
 
 
 def test_linear_and_yarn_scaling(tmp_path: Path) -> None:
@@ -129,7 +53,7 @@ def test_linear_and_yarn_scaling(tmp_path: Path) -> None:
         tiny.metadata |= {"rope.scaling.type": kind, "rope.scaling.factor": 4.0}
         if options:
             tiny.metadata["rope.scaling.original_context_length"] = 16
-        tiny.assert_loads_from(tmp_path / f"{kind}.gguf")
+        assert_equals_oracle(tiny, tmp_path / f"{kind}.gguf")
 
 
 def test_llama3_scaling_comes_as_a_tensor(tmp_path: Path) -> None:
@@ -146,7 +70,7 @@ def test_llama3_scaling_comes_as_a_tensor(tmp_path: Path) -> None:
     divisors = plain / tiny.oracle.model.rotary_emb.inv_freq
     assert divisors.max() > 7
     tiny.add("rope_freqs.weight", divisors.numpy())
-    tiny.assert_loads_from(tmp_path / "tiny.gguf")
+    assert_equals_oracle(tiny, tmp_path / "tiny.gguf")
 
 
 BLOCK_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
