@@ -98,9 +98,6 @@ def test_the_arrays_are_those_that_a_graph_would_have_captured() -> None:
     assert len(addresses) == 1
 
 
-# Device tables
-
-
 def test_three_kinds_of_prefix_sums() -> None:
     buffers, tables = InputBuffers(ROWS, 200), make_tables()
 

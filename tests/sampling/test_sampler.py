@@ -77,9 +77,6 @@ def test_a_top_k_of_the_whole_vocabulary_or_more_is_off(top_k: int) -> None:
         assert sample(sampler, logits, [0], position).token_ids == sample(plain, logits, [0], position).token_ids
 
 
-# Seeds and independence of neighbours
-
-
 NEIGHBOURS = [
     SamplingParams(),
     GREEDY,
@@ -135,9 +132,6 @@ def test_any_seed_of_64_bits_draws(seed: int) -> None:
     start(sampler, 0, SamplingParams(), seed=seed)
     drawn = {sample(sampler, random_logits(1), [0], position).token_ids[0] for position in range(20)}
     assert len(drawn) > 5
-
-
-# Parameters against transformers and formulas
 
 
 def adjusted(sampler: Sampler, logits: Tensor, row: int, position: int) -> Tensor:
@@ -221,9 +215,6 @@ def test_a_ban_on_every_token_is_an_error_of_that_row() -> None:
     assert list(tokens.errors) == [0]
 
 
-# Log probabilities
-
-
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     """Bias, penalties, temperature and filters change the choice but not the report."""
     sampler = make_sampler()
@@ -263,9 +254,6 @@ def test_more_alternatives_than_the_vocabulary_has() -> None:
     assert tokens.logprobs is not None
     assert tokens.logprobs[0] is not None
     assert len(tokens.logprobs[0].top) == 3
-
-
-# Bad rows
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -322,3 +310,14 @@ def test_a_row_keeps_nothing_of_the_sequence_before() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 3], logits[0, 6] = 1.0, 0.5
     assert sample(sampler, logits, [0], 1).token_ids == [3]
+
+
+def test_a_penalised_row_keeps_no_prompt_of_the_one_before() -> None:
+    sampler = make_sampler()
+    params = SamplingParams(repetition_penalty=2.0)
+    start(sampler, 0, params, prompt=[9, 10], outputs=[11])
+    start(sampler, 0, params, prompt=[5])
+    logits = torch.ones(1, VOCAB)
+    expected = torch.ones(VOCAB)
+    expected[5] = 0.5
+    assert torch.equal(adjusted(sampler, logits, 0, 1), expected)

@@ -44,3 +44,11 @@ def test_numbers_are_uniform_along_positions_and_along_seeds() -> None:
         counts = np.bincount((numbers * 100).astype(int), minlength=100)
         assert ((counts - 1000) ** 2 / 1000).sum() < 148.2  # 99.9 % quantile of chi-square, 99 degrees
         assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.011  # 3.5 sigma
+
+
+def test_related_seeds_do_not_follow_each_other() -> None:
+    """A seed that differs by the step between positions must not give the same numbers one position later."""
+    golden = 0x9E3779B97F4A7C15
+    positions = np.arange(50, dtype=np.int64)
+    numbers = [draw_uniforms(np.full(50, seed, np.uint64), positions) for seed in (3, 3 + golden, (3 - golden) % 2**64)]
+    assert len(np.unique(np.concatenate(numbers))) == 150
