@@ -17,9 +17,7 @@ from aserve.tokenizer.detokenizer import Detokenizer, make_detokenizer
 from aserve.tokenizer.token_table import SPACE_MARK, build_token_table
 
 MAX_CHARS = 64 << 20  # of a prompt when no other limit is given
-PARTS_AT_ONCE = (
-    1024  # pieces of text and control tokens handed to the library in one call, which holds the GIL at its ends
-)
+PARTS_AT_ONCE = 1024  # handed to the library in one call, which holds the GIL at its beginning and end
 COMPOSED = 1.5  # normalisation composes at most three characters into two bytes
 
 
@@ -86,12 +84,13 @@ class Tokenizer:
         ``add_special_tokens`` adds BOS where the vocabulary asks for it. Raises ClientError for text that is not
         Unicode and, with code ``context_length_exceeded``, for more than ``max_tokens``.
         """
-        self._check_length(self.min_tokens_for(len(text)), max_tokens, is_exact=False)
+        limit = _Limit(max_tokens, "prompt")
+        limit.check(self.min_tokens_for(len(text)), is_exact=False)
         check_text(text)
-        ids = self._encode_marked(text, max_tokens)
+        ids = self._encode_marked(text, limit)
         if add_special_tokens:
             ids = self._add_affixes(ids)
-        self._check_length(len(ids), max_tokens, is_exact=True)
+        limit.check(len(ids), is_exact=True)
         return ids
 
     def encode_chat(
@@ -109,7 +108,8 @@ class Tokenizer:
         ``continue_final_message`` leaves the last message open. Raises ClientError as ``encode`` does, and for
         messages that cannot be rendered.
         """
-        self._check_length(len(messages), max_tokens, is_exact=False)  # none is rendered as less than a token
+        limit = _Limit(max_tokens, "messages")
+        limit.check(len(messages), is_exact=False)  # none is rendered as less than a token
         max_chars = MAX_CHARS if max_tokens is None else int(max_tokens * self._max_chars_per_token)
         try:
             text = self._template.render(
@@ -120,8 +120,8 @@ class Tokenizer:
                 max_chars=max_chars,
             )
         except PromptTooLongError:
-            raise _too_long(self.min_tokens_for(max_chars + 1), max_tokens, is_exact=False) from None
-        return self._encode_marked(text, max_tokens)
+            raise limit.exceeded(self.min_tokens_for(max_chars + 1), is_exact=False) from None
+        return self._encode_marked(text, limit)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``; ids without a token add nothing."""
@@ -135,7 +135,7 @@ class Tokenizer:
         """Return a token's own bytes, which may be part of a character; empty for an id without a token."""
         return self._table.pieces[token_id] if 0 <= token_id < len(self._table.pieces) else b""
 
-    def _encode_marked(self, text: str, max_tokens: int | None = None) -> list[int]:
+    def _encode_marked(self, text: str, limit: "_Limit") -> list[int]:
         parts = self._control_tokens.split(text)
         if self._settings.prefix_space and parts and isinstance(parts[0], str):
             parts[0] = parts[0] if parts[0].startswith(self._word_starts) else SPACE_MARK + parts[0]
@@ -145,7 +145,7 @@ class Tokenizer:
             pieces = [part for part in batch if isinstance(part, str)]
             encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)  # releases the GIL
             num_tokens = len(ids) + sum(map(len, encodings)) + len(batch) - len(pieces)
-            self._check_length(num_tokens, max_tokens, is_exact=start + len(batch) == len(parts))
+            limit.check(num_tokens, is_exact=start + len(batch) == len(parts))
             encoded = iter(encodings)
             for part in batch:
                 ids.extend(next(encoded).ids if isinstance(part, str) else (part,))
@@ -160,22 +160,27 @@ class Tokenizer:
         return [*prefix, *ids, *suffix]
 
     def _check_rows(self, ids: Iterable[int]) -> None:
-        if self.num_tokens > self.vocab_size and (missing := [i for i in ids if i >= self.vocab_size]):
+        """Refuse tokens that were added to the vocabulary but not to the model."""
+        if len(self._table.pieces) > self.vocab_size and (missing := [i for i in ids if i >= self.vocab_size]):
             token = self._backend.id_to_token(missing[0])
             raise ClientError(f"the model has no embedding for the token {token!r}")
 
-    @staticmethod
-    def _check_length(num_tokens: int, max_tokens: int | None, is_exact: bool) -> None:
-        if max_tokens is not None and num_tokens > max_tokens:
-            raise _too_long(num_tokens, max_tokens, is_exact)
 
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """The most tokens that a prompt may have, None for any number, and the field of the request that it came in."""
 
-def _too_long(num_tokens: int, max_tokens: int | None, is_exact: bool) -> ClientError:
-    return ClientError(
-        f"the prompt has {'' if is_exact else 'at least '}{num_tokens} tokens"
-        + ("" if max_tokens is None else f", which is more than the {max_tokens} that fit"),
-        code="context_length_exceeded",
-    )
+    max_tokens: int | None
+    param: str
+
+    def check(self, num_tokens: int, is_exact: bool) -> None:
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
+            raise self.exceeded(num_tokens, is_exact)
+
+    def exceeded(self, num_tokens: int, is_exact: bool) -> ClientError:
+        count = f"{'' if is_exact else 'at least '}{num_tokens} tokens"
+        room = "" if self.max_tokens is None else f", which is more than the {self.max_tokens} that fit"
+        return ClientError(f"the prompt has {count}{room}", param=self.param, code="context_length_exceeded")
 
 
 def _control_tokens(backend: tokenizers.Tokenizer) -> Iterable[ControlToken]:

@@ -138,9 +138,11 @@ def test_sentencepiece_restarts_words_after_a_control_token(sentencepiece_tokeni
 def test_text_never_merges_into_a_control_token(tmp_path: Path) -> None:
     # "<s" and "s>" are ordinary pieces, so "<" + "s>" would spell the control token
     metadata = sentencepiece_metadata(["<s", "s>", "/s", "</s", "<", "s", ">", "/", "\u2581"])
+    metadata["tokenizer.chat_template"] = "{{ messages[0].content }}"
     tokenizer = load_gguf(write_gguf(tmp_path / "m.gguf", metadata))
-    marked = tokenizer._control_tokens.mark("<s></s>")
-    assert not {1, 2} & set(tokenizer._encode_marked(marked))
+    ids = tokenizer.encode_chat([{"role": "user", "content": "<s></s>"}])
+    assert not {1, 2} & set(ids)
+    assert tokenizer.decode(ids) == "<s></s>"
     assert tokenizer.encode("<s></s>", add_special_tokens=False) == [1, 2]
 
 

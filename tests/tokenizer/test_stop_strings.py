@@ -80,7 +80,7 @@ def test_cuts_do_not_matter_and_the_hold_is_as_short_as_can_be(text: str, cuts: 
 def test_a_flushed_filter_starts_anew() -> None:
     stop_filter = StopStringFilter(["abc"])
     stop_filter.push("ab")
-    assert (stop_filter.flush(), stop_filter.push("c"), stop_filter.flush()) == ("ab", ("c", None), "")
+    assert (stop_filter.flush(), stop_filter.push("c a"), stop_filter.flush()) == ("ab", ("c ", None), "a")
 
 
 def test_with_the_detokenizer(demo_tokenizer: Tokenizer) -> None:

@@ -100,6 +100,7 @@ def test_prompts_that_are_certainly_too_long_are_refused_before_the_work(demo_to
         with pytest.raises(ClientError, match="at least") as caught:
             call()
         assert caught.value.code == "context_length_exceeded"
+        assert caught.value.param in ("prompt", "messages")
     assert time.perf_counter() - start < 0.5  # encoding it takes seconds
 
 
