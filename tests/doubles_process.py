@@ -18,13 +18,15 @@ TESTS = Path(__file__).parent
 class ServingProcess:
     """One process. Its log is complete once it has exited."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path, is_watched: bool) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
-        environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONDEVMODE": "1", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+        if is_watched:
+            environment["PYTHONDEVMODE"] = "1"
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [part.format(port=self.port) for part in command],
@@ -73,9 +75,12 @@ class ServingProcess:
 
 
 @contextmanager
-def serving(command: Sequence[str], log: Path) -> Iterator[ServingProcess]:
-    """Run ``command``, in which ``{port}`` becomes a free port; end it whatever happens."""
-    server = ServingProcess(command, log)
+def serving(command: Sequence[str], log: Path, *, is_watched: bool = True) -> Iterator[ServingProcess]:
+    """Run ``command``, in which ``{port}`` becomes a free port; end it whatever happens.
+
+    ``is_watched`` lets Python log what is left unclosed or not awaited, which makes it slow.
+    """
+    server = ServingProcess(command, log, is_watched)
     try:
         yield server
     finally:
