@@ -1,0 +1,164 @@
+"""The official Python client's ``responses.connect()``, async and sync, against a live server."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from doubles_socket import Live, in_loop, live_server, scripted_engine, scripted_server
+from openai.types.responses import Response
+
+MODEL = "scripted"
+KEY = "sk-test"
+
+
+def async_client(live: Live, key: str = KEY) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{live.http_url}/v1", api_key=key)
+
+
+async def read_response(connection: Any) -> tuple[str, Response]:
+    """Return the joined deltas and the response of the terminal event."""
+    text = ""
+    async for event in connection:
+        if event.type == "response.output_text.delta":
+            text += event.delta
+        elif event.type in ("response.completed", "response.incomplete", "response.failed"):
+            return text, event.response
+        assert event.type != "error", event
+    raise AssertionError("the connection ended")
+
+
+@in_loop
+async def test_async_turns_continue_one_another() -> None:
+    async with scripted_server(api_key=KEY) as live, async_client(live).responses.connect() as connection:
+        await connection.response.create(model=MODEL, input="say Hello", instructions="be kind")
+        text, first = await read_response(connection)
+        assert (text, first.output_text, first.status) == ("Hello", "Hello", "completed")
+        await connection.response.create(
+            model=MODEL,
+            input=[{"role": "user", "content": [{"type": "input_text", "text": "say Bye"}]}],
+            previous_response_id=first.id,
+            store=False,
+            stream=True,
+            temperature=0.5,
+            max_output_tokens=2,
+        )
+        text, second = await read_response(connection)
+    assert (text, second.status, second.previous_response_id) == ("By", "incomplete", first.id)
+    assert second.incomplete_details is not None
+    assert second.incomplete_details.reason == "max_output_tokens"
+    assert second.usage is not None
+    assert second.usage.input_tokens == len("say Hello\nHello\nsay Bye\n")
+    assert second.usage.input_tokens_details.cached_tokens < second.usage.input_tokens
+
+
+@in_loop
+async def test_sync_client_in_a_thread() -> None:
+    def converse(url: str) -> tuple[str, str]:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
+        with client.responses.connect() as connection:
+            connection.response.create(model=MODEL, input="say sync")
+            text = ""
+            for event in connection:
+                if event.type == "response.output_text.delta":
+                    text += event.delta
+                elif event.type == "response.completed":
+                    return text, event.response.output_text
+        raise AssertionError("the connection ended")
+
+    async with scripted_server(api_key=KEY) as live:
+        assert await asyncio.to_thread(converse, live.http_url) == ("sync", "sync")
+
+
+@in_loop
+async def test_lanes_through_the_client() -> None:
+    async with scripted_server(step_time_s=0.001) as live, async_client(live).responses.connect() as connection:
+        for name in ("a", "b"):
+            await connection.response.create(model=MODEL, input=f"say {name * 20}", stream_id=name)
+        texts = {"a": "", "b": ""}
+        num_ended = 0
+        async for event in connection:
+            if event.type == "response.output_text.delta":
+                texts[event.stream_id] += event.delta
+            num_ended += event.type == "response.completed"
+            if num_ended == 2:
+                break
+    assert texts == {"a": "a" * 20, "b": "b" * 20}
+
+
+@in_loop
+async def test_errors_reach_the_client_and_the_connection_goes_on() -> None:
+    async with scripted_server() as live, async_client(live).responses.connect() as connection:
+        await connection.response.create(model=MODEL, input="say a", previous_response_id="resp_none")
+        event = await connection.recv()
+        assert (event.type, event.status) == ("error", 400)
+        assert event.error.code == "previous_response_not_found"
+        await connection.response.create(model="another", input="say a")
+        event = await connection.recv()
+        assert (event.status, event.error.code) == (404, "model_not_found")
+        await connection.response.create(model=MODEL, input="say fine")
+        assert (await read_response(connection))[0] == "fine"
+
+
+@in_loop
+async def test_event_handlers_are_called() -> None:
+    async with scripted_server() as live, async_client(live).responses.connect() as connection:
+        pieces: list[str] = []
+
+        async def finish(event: Any) -> None:
+            await connection.close()
+
+        connection.on("response.output_text.delta", lambda event: pieces.append(event.delta))
+        connection.on("response.completed", finish)
+        await connection.response.create(model=MODEL, input="say handled")
+        await connection.dispatch_events()
+    assert "".join(pieces) == "handled"
+
+
+@in_loop
+async def test_a_wrong_key_is_refused_before_the_handshake() -> None:
+    async with scripted_server(api_key=KEY) as live:
+        with pytest.raises(Exception, match="401"):
+            async with async_client(live, "sk-wrong").responses.connect():
+                pass
+
+
+@in_loop
+async def test_the_client_reconnects_after_a_restart_and_after_the_age_limit() -> None:
+    """1012 (restart) and 1001 (age) are among the codes on which the client's policy reconnects."""
+    codes: list[int] = []
+
+    def on_reconnecting(event: Any) -> None:
+        codes.append(event.close_code)
+
+    async with scripted_engine() as engine:
+        async with live_server(engine) as live:
+            port = live.port
+            manager = async_client(live).responses.connect(on_reconnecting=on_reconnecting, initial_delay=0.05)
+            connection = await manager.enter()
+            await connection.response.create(model=MODEL, input="say one")
+            assert (await read_response(connection))[0] == "one"
+        async with live_server(engine, port=port, max_connection_age_s=0.5) as live:
+            reading = asyncio.create_task(read_all(connection, "two"))
+            await asyncio.sleep(0.2)
+            await connection.response.create(model=MODEL, input="say two")
+            assert await asyncio.wait_for(reading, 5) == "two"
+            assert codes == [1012]
+            reading = asyncio.create_task(read_all(connection, "three"))
+            while len(codes) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            await connection.response.create(model=MODEL, input="say three")
+            assert await asyncio.wait_for(reading, 5) == "three"
+            assert codes == [1012, 1001]
+            await connection.close()
+
+
+async def read_all(connection: Any, wanted: str) -> str:
+    """Join deltas until they say what is wanted; errors about the connection's age pass."""
+    text = ""
+    async for event in connection:
+        if event.type == "response.output_text.delta":
+            text += event.delta
+        if text == wanted:
+            break
+    return text
