@@ -80,7 +80,8 @@ def test_decodes_and_prompts_get_on_whatever_the_budget(budget: int) -> None:
     before = {name: len(outcome.token_ids) for name, outcome in loop.outcomes.items()}
     num_turns = 0
     while not long.token_ids:
-        loop.turn()
+        plan = loop.turn()
+        assert budget == 1 or plan.num_decodes, "decodes stopped for a prompt"
         num_turns += 1
     # a quarter of the step, one token every other step at least
     assert num_turns <= 2 * 48 / max(1, budget // 4) + 2
@@ -121,6 +122,55 @@ def test_a_big_request_starts_though_small_ones_keep_arriving(policy: str) -> No
             break
     assert big is not None
     assert turn < 20 + 3 * 10 + 20
+    loop.run()
+    loop.check_outcomes()
+
+
+def test_a_blocked_head_starts_as_soon_as_pages_suffice_and_is_looked_up_only_then() -> None:
+    loop = StepLoop(make_limits(num_pages=20, page_size=4, max_model_len=80, max_num_seqs=6))
+    running = [loop.add(make_request(f"r{n}", [n] * 16, max_tokens=20 + 5 * n)) for n in range(3)]
+    loop.turn()
+    big = loop.add(make_request("big", [9] * 32, max_tokens=4))
+    loop.turn()
+    ticks = loop.scheduler._memory.cache.tree._clock
+    for _ in range(15):
+        loop.turn()
+    # Each time a running sequence takes a page the surplus only falls; the three prompts were published meanwhile.
+    assert loop.scheduler._memory.cache.tree._clock <= ticks + 3 + 1
+    while not big.token_ids:
+        loop.turn()
+    assert [outcome.finish_reason for outcome in running] == ["length", "length", None]
+    loop.run()
+    loop.check_outcomes()
+
+
+def test_a_start_leaves_pages_for_those_who_run() -> None:
+    """16 pages, of which two must remain: the second prompt would leave one."""
+    loop = StepLoop(make_limits(num_pages=16, page_size=4, max_model_len=60))
+    loop.add(make_request("running", range(16), max_tokens=12))
+    loop.turn()
+    loop.add(make_request("second", [3] * 44, max_tokens=4))
+    while len(loop.outcomes["running"].token_ids) < 10:
+        loop.turn()
+        assert loop.scheduler.num_waiting == 1
+    loop.run()
+    loop.check_outcomes()
+    assert loop.scheduler.stats().num_preemptions == 0
+
+
+def test_started_prompts_go_on_by_priority() -> None:
+    """What a long prompt's dear tokens leave of a step lets an urgent one start; from then on that one goes first."""
+    loop = StepLoop(make_limits(context_cost=0.2, max_num_batched_tokens=40), policy="priority")
+    loop.add(make_request("idle", [1] * 190, priority=5, max_tokens=2))
+    for _ in range(8):
+        loop.turn()
+    loop.add(make_request("urgent", [2] * 60, priority=0, max_tokens=2))
+    while not loop.outcomes["urgent"].token_ids:
+        loop.turn()
+    both = [plan for plan in loop.plans if len(plan.rows) == 2]
+    assert both[0].rows == [0, 1]
+    assert both[0].is_sampled == [False, False]
+    assert both[1].rows[0] == 1
     loop.run()
     loop.check_outcomes()
 

@@ -1,4 +1,4 @@
-"""What planning and committing one step of 256 decodes costs: counted exactly, and timed against a bare loop beside it."""
+"""What planning and committing a step of 256 decodes costs: counted exactly, and timed beside a bare loop."""
 
 import sys
 from time import thread_time
