@@ -129,6 +129,8 @@ class Scheduler:
 
     def commit(self, tokens: StepTokens) -> list[SequenceDelta]:
         """Take the tokens of the oldest plan in flight; return what is new for each sequence that got any."""
+        if not self._flights:
+            raise ValueError("no plan is in flight")
         plan = self._flights[0].plan
         if tokens.step_id != plan.step_id or len(tokens.token_ids) != sum(plan.is_sampled):
             raise ValueError(f"step {plan.step_id} must be committed next, with one token for each sampled row")

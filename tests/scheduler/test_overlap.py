@@ -6,6 +6,7 @@ import pytest
 from doubles_scheduler import StepLoop, make_limits, make_request, run_alone
 
 from aserve.request import FinishReason
+from aserve.scheduler.plan import StepTokens
 
 
 def pages_of(loop: StepLoop, request_id: str) -> set[int]:
@@ -139,6 +140,11 @@ def test_commit_refuses_a_step_out_of_order() -> None:
     loop.device.complete()
     with pytest.raises(ValueError, match="step 1 must be committed next"):
         loop.scheduler.commit(loop.device.complete())
+
+
+def test_commit_refuses_a_step_that_was_never_planned() -> None:
+    with pytest.raises(ValueError, match="no plan is in flight"):
+        StepLoop(make_limits()).scheduler.commit(StepTokens(1, []))
 
 
 def test_every_interleaving_of_a_short_run() -> None:
