@@ -197,6 +197,7 @@ def test_every_other_text_that_a_template_sees_is_marked_too() -> None:
     for source, num_texts in (
         ("{{ messages | tojson }}{{ tools | tojson }}", 9),
         ("{{ messages | tojson(ensure_ascii=True) }}", 6),
+        ("{{ tools[0].function.description }}", 1),
         ("{% for key in messages[0].tool_calls[0].function.arguments %}{{ key }}{% endfor %}", 1),
     ):
         text = render(source, [message], tools=tools)
@@ -213,6 +214,12 @@ def test_continuing_leaves_the_last_message_open(demo_tokenizer: Tokenizer) -> N
     assert demo_tokenizer.decode(ids, False).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nHello ")
     closed = demo_tokenizer.encode_chat(turns, add_generation_prompt=False)
     assert demo_tokenizer.decode(closed, False).endswith("<|im_start|>assistant\nHello <|im_end|>\n")
+
+
+def test_continuing_asks_for_no_generation_prompt() -> None:
+    source = "{% if add_generation_prompt %}open {% endif %}{{ messages[0].content }}"
+    assert render(source, user("x")) == "open x"
+    assert render(source, user("x"), continue_final_message=True) == "x"
 
 
 def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:

@@ -30,13 +30,13 @@ def reference_split(text: str) -> list[str | int]:
     return parts + [piece] * bool(piece)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(text=st.text(ALPHABET, max_size=40))
 def test_split_takes_the_leftmost_longest(text: str) -> None:
     assert TOKENS.split(text) == reference_split(text)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(text=st.text(ALPHABET, max_size=40))
 def test_marked_text_holds_no_control_token_and_comes_back_whole(text: str) -> None:
     marked = TOKENS.mark(text)
@@ -50,7 +50,7 @@ def has_token_or_beginning(text: str) -> bool:
     return any(token in text for token in TEXTS) or any(text.endswith(beginning) for beginning in beginnings)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(said=st.lists(st.text(ALPHABET, max_size=12), max_size=5))
 def test_no_control_token_forms_where_marked_texts_meet(said: list[str]) -> None:
     joined = "".join(TOKENS.mark(text) for text in said)

@@ -61,7 +61,7 @@ def test_what_is_shown(pushes: list[str], stops: list[str], shown: list[str], ma
     assert run(pushes, stops) == (shown, matched)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     text=st.text("abc\u0301\U0001f600", max_size=30),
     cuts=st.lists(st.integers(0, 30), max_size=6),
