@@ -29,11 +29,13 @@ class ChatCompletions:
         """Answer one request."""
         state = self._state
         body = await read_json(scope, receive, state.max_body_bytes)
-        messages, options = parse_chat(body, state.engine.limits.vocab_size)
+        fields, options = parse_chat(body, state.engine.limits.vocab_size)
         kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
         head = AnswerHead("chatcmpl", kind, state.check_model(options.model), options, UsageTally(options.n))
         with blaming("messages"):
-            prompt_ids = tuple(await state.engine.encode(messages))
+            prompt_ids = tuple(
+                await state.engine.encode(fields.messages, continue_final_message=fields.continue_final_message)
+            )
             await self._answer(head, [head.request(prompt_ids, choice) for choice in range(options.n)], scope, send)
 
     async def _answer(self, head: AnswerHead, requests: list[Request], scope: Scope, send: Send) -> None:

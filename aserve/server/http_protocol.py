@@ -4,6 +4,7 @@ Each request finds its ``FrameTransport`` in ``scope["extensions"]["aserve.trans
 response head has been sent with chunked encoding, and not after the response was completed.
 """
 
+import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -22,22 +23,21 @@ NOT_SENT_BYTES = 64 * 1024
 MAX_DISCARDED_BYTES = 64 * 2**20
 
 
+MAX_HEAD_BYTES = 256 * 1024
+HEAD_TIMEOUT_S = 30.0
+
+
 class BodyTransport:
     """The body of one response, as a ``FrameTransport``."""
 
     def __init__(self, protocol: "HttpProtocol", cycle: RequestResponseCycle) -> None:
         self.is_closed = False
+        self.is_writable = not cycle.flow.write_paused  # while the peer keeps up and is there
         self._protocol = protocol
         self._cycle = cycle
         self._write = cycle.transport.write
-        self._flow = cycle.flow
         self._writable_callback: Callable[[], None] | None = None
         self._close_callbacks: list[Callable[[], None]] = []
-
-    @property
-    def is_writable(self) -> bool:
-        """True while the peer keeps up and is there."""
-        return not self._flow.write_paused and not self.is_closed
 
     def write_frame(self, payload: bytes) -> None:
         """Send ``payload`` as one chunk."""
@@ -55,21 +55,23 @@ class BodyTransport:
             return
         self._close_callbacks.append(callback)
         # A large body pauses reading, and with it the news that the peer has left.
-        self._flow.resume_reading()
+        self._cycle.flow.resume_reading()
 
     def abort(self) -> None:
         """Cut the connection without sending what is buffered."""
         self._cycle.transport.abort()
         self._protocol.mark_closed()
 
-    def notify_writable(self) -> None:
-        """Learn that the connection is writable again."""
-        if self._writable_callback is not None and not self.is_closed:
+    def notify_writable(self, is_writable: bool) -> None:
+        """Learn that the peer reads too slowly, or has caught up."""
+        self.is_writable = is_writable and not self.is_closed
+        if self.is_writable and self._writable_callback is not None:
             self._writable_callback()
 
     def notify_closed(self) -> None:
         """Learn that the peer has left."""
         self.is_closed = True
+        self.is_writable = False
         self._writable_callback = None
         # A pipelined request behind this one would otherwise be the only one to learn of it.
         self._cycle.disconnected = True
@@ -83,6 +85,8 @@ class HttpProtocol(HttpToolsProtocol):
     """One HTTP connection."""
 
     _discarded_bytes = 0  # of the current request, after its answer
+    _head_bytes = 0  # received for the head that is still incomplete, about
+    _head_timer: asyncio.TimerHandle | None = None
     _bodies: deque[BodyTransport]  # of the requests that are not answered yet, oldest first
 
     def connection_made(self, transport: Any) -> None:
@@ -91,9 +95,19 @@ class HttpProtocol(HttpToolsProtocol):
         self._bodies = deque()
         if (sock := transport.get_extra_info("socket")) is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT_BYTES)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser; a head without end is cut off, for the parser would keep all of it."""
+        super().data_received(data)
+        if self._head_timer is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response("The request head is too large.")
 
     def on_headers_complete(self) -> None:
         """Put the body's transport into the scope, before the application's task first runs."""
+        self._stop_awaiting_head()
         super().on_headers_complete()
         if "path" in self.scope:  # not for an upgrade to a WebSocket
             body = BodyTransport(self, self.cycle)
@@ -104,6 +118,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Start a request."""
         super().on_message_begin()
         self._discarded_bytes = 0
+        self._await_head()
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body; what comes after an early answer is read over, up to a limit."""
@@ -119,11 +134,17 @@ class HttpProtocol(HttpToolsProtocol):
             self._bodies.popleft()
         super().on_response_complete()
 
+    def pause_writing(self) -> None:
+        """Learn from the transport that its buffer is full."""
+        super().pause_writing()
+        for body in self._bodies:
+            body.notify_writable(False)
+
     def resume_writing(self) -> None:
         """Learn from the transport that its buffer has drained."""
         super().resume_writing()
-        if self._bodies:
-            self._bodies[0].notify_writable()
+        for body in tuple(self._bodies):
+            body.notify_writable(True)
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection; one whose peer does not take the last response is cut."""
@@ -136,6 +157,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell everybody that the peer has left."""
+        self._stop_awaiting_head()
         self.mark_closed()
         super().connection_lost(exc)
 
@@ -144,3 +166,13 @@ class HttpProtocol(HttpToolsProtocol):
         bodies, self._bodies = self._bodies, deque()
         for body in bodies:
             body.notify_closed()
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_bytes = 0
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
+
+    def _stop_awaiting_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None

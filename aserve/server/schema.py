@@ -42,8 +42,9 @@ HARMLESS: dict[str, Callable[[Any], bool]] = {  # field -> is this value one tha
     "use_beam_search": lambda value: value is False,
 }
 REFUSED = frozenset({
-    "audio", "bad_words", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema",
-    "regex", "structured_outputs", "web_search_options",
+    "audio", "bad_words", "chat_template", "documents", "ebnf", "grammar", "guided_choice", "guided_grammar",
+    "guided_json", "guided_regex", "json_schema", "logits_processors", "prompt_logprobs", "regex", "structured_outputs",
+    "truncate_prompt_tokens", "web_search_options",
 })  # fmt: skip
 
 
@@ -93,6 +94,8 @@ class ChatBody(CommonBody, kw_only=True):
     """Body of a chat completion; what is in the messages is for the tokenizer's template to check."""
 
     messages: Messages
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -127,9 +130,15 @@ class AnswerOptions:
         return replace(self.params, seed=seed if seed < SEED_PERIOD else seed - SEED_PERIOD)
 
 
-def parse_chat(body: Mapping[str, Any], vocab_size: int) -> tuple[list[Any], AnswerOptions]:
-    """Return the messages, unchecked, and the options; raise ClientError that names the field at fault."""
+def parse_chat(body: Mapping[str, Any], vocab_size: int) -> tuple[ChatBody, AnswerOptions]:
+    """Return the fields, their messages unchecked, and the options; raise ClientError that names the field at fault."""
     fields = convert_body(body, ChatBody)
+    if not fields.add_generation_prompt and not fields.continue_final_message:
+        raise ClientError(
+            "add_generation_prompt can be false only with continue_final_message",
+            param="add_generation_prompt",
+            code="unsupported_parameter",
+        )
     if fields.top_logprobs is not None and not fields.logprobs:
         raise ClientError("top_logprobs needs logprobs to be true", param="top_logprobs")
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
@@ -139,7 +148,7 @@ def parse_chat(body: Mapping[str, Any], vocab_size: int) -> tuple[list[Any], Ans
     params = _sampling(
         fields, vocab_size, max_tokens=max_tokens, logprobs=(fields.top_logprobs or 0) if fields.logprobs else None
     )
-    return fields.messages, _options(fields, params)
+    return fields, _options(fields, params)
 
 
 def parse_completion(body: Mapping[str, Any], vocab_size: int) -> tuple[CompletionBody, AnswerOptions]:

@@ -15,6 +15,7 @@ from aserve.server.transport import FrameTransport
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_BYTES = 1 << 20
+FAILURES = (FinishReason.ABORT, FinishReason.ERROR)
 
 
 class FrameBuilder(Protocol):
@@ -99,72 +100,72 @@ class Outlet:
 class StreamSink:
     """The engine's sink of one streamed request. ``on_end`` is called once, after the last frame was written."""
 
-    __slots__ = ("_builder", "_error", "_is_ended", "_on_end", "_outlet", "_pending", "_pending_bytes", "has_failed")
+    __slots__ = ("_builder", "_error", "_is_over", "_merged_bytes", "_on_end", "_outlet", "_pending", "has_failed")
 
     def __init__(self, outlet: Outlet, builder: FrameBuilder, on_end: Callable[[], None]) -> None:
+        self.has_failed = False  # its last frame told an error
         self._outlet = outlet
         self._builder = builder
         self._on_end = on_end
+        self._is_over = False  # the engine has nothing more to say; what waits is still to be written
         self._pending: RequestOutput | None = None
-        self._pending_bytes = 0
+        self._merged_bytes = 0  # in ``_pending``, besides its first output
         self._error: AserveError | None = None
-        self._is_ended = False
-        self.has_failed = False
 
     def put(self, output: RequestOutput) -> None:
         """Write ``output`` at once while the peer keeps up, else merge it with what waits."""
-        if self._is_ended or self._error is not None:  # aborted after ``fail``
+        reason = output.finish_reason
+        if self._is_over:  # aborted after ``fail``
             return
-        if output.finish_reason is FinishReason.ABORT or output.finish_reason is FinishReason.ERROR:
+        if reason is not None and reason in FAILURES:
             output.finish_reason = None  # its text is good; its end is a failure
             self.put(output)
             self.fail(EngineDeadError("the request was ended by the server"))
             return
-        if self._pending is None and self._outlet.is_writable:
-            self._write(output)
-            return
-        self._pending_bytes += size_of(output)
-        if self._pending is not None:
-            self._pending.merge(output)
+        outlet = self._outlet
+        self._is_over = reason is not None
+        if self._pending is None and outlet.is_writable:
+            for frame in self._builder.frames(output):
+                outlet.write(frame)
+            if reason is not None:
+                self._on_end()
         else:
-            self._pending = output
-            self._outlet.wait(self)
-        if self._pending_bytes > MAX_PENDING_BYTES:
-            self._outlet.cut_off(f"{self._pending_bytes} bytes wait for it")
+            self._keep(output)
 
     def fail(self, error: AserveError) -> None:
         """End the stream with an error frame."""
-        if self._is_ended:
+        if self._is_over:
             return
+        self._is_over = True
         self._error = error
-        if self._pending is None and self._outlet.is_writable:
-            self._write_failure(error)
-        elif self._pending is None:
+        if self._pending is not None:
+            return
+        if self._outlet.is_writable:
+            self.flush()
+        else:
             self._outlet.wait(self)
 
     def flush(self) -> None:
         """Write what waits."""
-        pending, self._pending, self._pending_bytes = self._pending, None, 0
-        if pending is not None:
-            self._write(pending)
-        if self._error is not None and not self._is_ended:
-            self._write_failure(self._error)
-
-    def _write(self, output: RequestOutput) -> None:
-        for frame in self._builder.frames(output):
+        pending, self._pending, self._merged_bytes = self._pending, None, 0
+        frames = [] if pending is None else [*self._builder.frames(pending)]
+        if self._error is not None:
+            self.has_failed = True
+            frames += self._builder.failure_frames(self._error)
+        for frame in frames:
             self._outlet.write(frame)
-        if output.finish_reason is not None:
-            self._end()
+        if self._is_over:
+            self._on_end()
 
-    def _write_failure(self, error: AserveError) -> None:
-        self.has_failed = True
-        for frame in self._builder.failure_frames(error):
-            self._outlet.write(frame)
-        self._end()
-
-    def _end(self) -> None:
-        self._is_ended = True
-        self._on_end()
+    def _keep(self, output: RequestOutput) -> None:
+        if self._pending is None:
+            self._pending = output
+            self._outlet.wait(self)
+            return
+        self._pending.merge(output)
+        self._merged_bytes += size_of(output)
+        if self._merged_bytes > MAX_PENDING_BYTES:
+            self._outlet.cut_off(f"{self._merged_bytes} bytes wait for it")
 
 
 def size_of(output: RequestOutput) -> int:

@@ -172,6 +172,17 @@ async def test_contents_in_every_form_make_the_same_prompt() -> None:
         assert (await ask([{"role": "assistant", "content": "hi"}]))[0] > 0
 
 
+@in_loop
+async def test_a_last_assistant_turn_can_be_continued() -> None:
+    turns = [TURN, {"role": "assistant", "content": "The answer is"}]
+    async with live_server() as live:
+        fields = {"messages": turns, "max_tokens": 1, "continue_final_message": True, "add_generation_prompt": False}
+        answer = (await live.post("/v1/chat/completions", **fields)).json()
+        expected = demo_tokenizer().encode_chat(turns, continue_final_message=True)
+        assert answer["usage"]["prompt_tokens"] == len(expected)
+        assert len(expected) < len(demo_tokenizer().encode_chat(turns))
+
+
 WRONG_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0]"),
     ([{"role": "user", "content": 5}], "messages[0].content"),

@@ -6,13 +6,16 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
+from doubles_engine import until
 from doubles_http import CUE, LIMITS, Live, in_loop, live_server, raw_post, rss_bytes
+
+from aserve.server import http_protocol
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -151,6 +154,71 @@ async def test_a_client_that_never_stops_sending_is_cut_off() -> None:
         assert b" 413 " in status  # type: ignore[operator]
         assert isinstance(sent, ConnectionError)
         writer.close()
+
+
+@pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nX-A: ", b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * 50])
+@in_loop
+async def test_a_head_without_end_is_cut_off(start: bytes) -> None:
+    async with live_server() as live:
+        reader, writer = await asyncio.open_connection(*live.address)
+        writer.write(start)
+        try:
+            for _ in range(100):
+                writer.write(b"a" * 10_000)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        else:
+            assert b" 400 " in await reader.readline()
+        writer.close()
+        await live.check_alive()
+
+
+@in_loop
+async def test_a_head_that_never_comes_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.2)
+    async with live_server(cheap, step_time_s=0.02) as live, one_stream(live) as times:
+        for sent in (b"", b"GET / HT", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET"):
+            reader, writer = await asyncio.open_connection(*live.address)
+            writer.write(sent)
+            answer = await asyncio.wait_for(asyncio.gather(reader.read(), return_exceptions=True), 5)
+            assert isinstance(answer[0], ConnectionError) or answer[0].count(b"HTTP/1.1 200") == sent.count(b"health")
+            writer.close()
+        seen = len(times)
+        await asyncio.sleep(0.3)
+        assert len(times) > seen  # a request that is being answered has no such deadline
+
+
+@in_loop
+async def test_probes_are_answered_beside_256_streams() -> None:
+    limits = type(LIMITS)(
+        **{name: getattr(LIMITS, name) for name in LIMITS.__slots__} | {"max_num_seqs": 256, "num_pages": 256 * 520}
+    )
+    async with live_server(cheap, limits=limits, step_time_s=0.02) as live, AsyncExitStack() as stack:
+        fields = {"prompt": [5, *CUE], "max_tokens": 8000, "stream": True}
+        readers = []
+        for _ in range(256):
+            reader, _ = await stack.enter_async_context(raw_post(live, COMPLETIONS, fields))
+            readers.append(asyncio.create_task(drain(reader)))
+        await until(lambda: live.engine.stats().num_running == 256, 30)
+
+        def probe() -> list[float]:
+            times = []
+            with httpx.Client(base_url=live.url) as client:
+                for _ in range(100):
+                    started = time.monotonic()
+                    assert client.get("/health").status_code == 200
+                    times.append(time.monotonic() - started)
+            return sorted(times)
+
+        assert (await asyncio.to_thread(probe))[98] < 0.25
+        for task in readers:
+            task.cancel()
+
+
+async def drain(reader: asyncio.StreamReader) -> None:
+    while await reader.read(65536):
+        pass
 
 
 @in_loop

@@ -148,7 +148,8 @@ def test_any_top_k_is_clamped_to_the_vocabulary(value: int) -> None:
         ("tool_choice", "required"), ("tool_choice", {"type": "function"}), ("function_call", {"name": "f"}),
         ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema"}),
         ("response_format", "text"), ("modalities", ["text", "audio"]), ("audio", {}), ("web_search_options", {}),
-        ("guided_json", {}), ("structured_outputs", {}), ("suffix", "x"), ("use_beam_search", True),
+        ("guided_json", {}), ("structured_outputs", {}), ("chat_template", "x"),
+        ("add_generation_prompt", False), ("suffix", "x"), ("use_beam_search", True),
     ],
 )  # fmt: skip
 def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any) -> None:
