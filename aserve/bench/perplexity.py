@@ -90,7 +90,7 @@ def _window_loss(parts: DeviceParts, token_ids: Tensor) -> tuple[float, int]:
     ctx = ForwardContext(batch, parts.backend, parts.backend.plan(batch), parts.layers_kv, parts.operators)
     hidden = parts.model.forward(token_ids, ctx)[:-1]
     loss = 0.0
-    for rows, targets in zip(hidden.split(ROWS_AT_ONCE), token_ids[1:].split(ROWS_AT_ONCE), strict=True):
+    for rows, targets in zip(torch.split(hidden, ROWS_AT_ONCE), torch.split(token_ids[1:], ROWS_AT_ONCE), strict=True):
         loss += _summed_loss(parts.model, rows, targets)
     return loss, len(hidden)
 
