@@ -73,6 +73,15 @@ def test_rope_divisors_of_a_gguf_are_kept(cache: Path, reads: list[str], has_div
     assert len(reads) == 1
 
 
+def test_restored_weights_are_aligned(cache: Path, folder: Path, reads: list[str]) -> None:
+    load_folder(folder, "int8")
+    restored = load_folder(folder, "int8")
+    assert len(reads) == 1
+    tensors = [tensor for layer in restored.weighted_layers() for tensor in layer.tensors.values()]
+    assert len(tensors) > 20
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
+
+
 def test_unquantized_weights_are_not_kept(cache: Path, folder: Path) -> None:
     load_folder(folder)
     assert not cache.exists()
