@@ -22,6 +22,7 @@ class Filters:
     min_p: Tensor
     max_top_k: int
     has_top_p: bool
+    has_min_p: bool
 
 
 def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: Tensor, filters: Filters) -> Tensor:
@@ -31,6 +32,8 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: Tensor, filters: 
     (of what top-k left), min-p; tokens that tie at a limit all stay.
     """
     scaled = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(1))  # the best stands at 0
+    if not (filters.max_top_k or filters.has_top_p or filters.has_min_p):
+        return _invert_cdf(scaled.exp_(), uniforms)
     is_cut = scaled < find_limit(scaled, filters).unsqueeze(1)
     return _invert_cdf(scaled.exp_().masked_fill_(is_cut, 0.0), uniforms)
 

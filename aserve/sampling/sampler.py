@@ -121,8 +121,14 @@ class Sampler:
         values = self._params.values[rows[places]]
         uniforms = draw_uniforms(self._params.seeds[rows[places]], positions[places])
         temperature, top_k, top_p, min_p = self._upload(values[:, : Column.MIN_P + 1]).unbind(1)
-        max_top_k, has_top_p = int(values[:, Column.TOP_K].max()), bool((values[:, Column.TOP_P] < 1).any())
-        filters = Filters(top_k, top_p, min_p, max_top_k, has_top_p)
+        filters = Filters(
+            top_k,
+            top_p,
+            min_p,
+            max_top_k=int(values[:, Column.TOP_K].max()),
+            has_top_p=bool((values[:, Column.TOP_P] < 1).any()),
+            has_min_p=bool(values[:, Column.MIN_P].any()),
+        )
         at = self._upload(places)
         drawn_from = logits if places.size == rows.size else logits[at]
         token_ids[at] = draw_tokens(drawn_from, self._upload(uniforms), temperature, filters)

@@ -19,6 +19,7 @@ def filters(top_k: list[int], top_p: list[float], min_p: list[float]) -> Filters
         torch.tensor(min_p, dtype=torch.float32),
         max(top_k),
         min(top_p) < 1,
+        max(min_p) > 0,
     )
 
 
@@ -79,6 +80,7 @@ def draw_many(logits: Tensor, count: int, temperature: float, chosen: Filters) -
         *(value.expand(count) for value in (chosen.top_k, chosen.top_p, chosen.min_p)),
         chosen.max_top_k,
         chosen.has_top_p,
+        chosen.has_min_p,
     )
     ids = draw_tokens(logits.repeat(count, 1), uniforms, torch.full((count,), temperature), rows)
     return np.bincount(ids.numpy(), minlength=logits.shape[-1])
