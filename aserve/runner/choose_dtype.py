@@ -49,7 +49,7 @@ def resolve_dtype(setting: DtypeName, device: torch.device, method: QuantMethod)
 def time_linears(method: QuantMethod, dtypes: tuple[torch.dtype, ...]) -> list[float]:
     """Return the weighted seconds of linear layers in each type; types take turns, the best turn counts."""
     weight = torch.randn(SIZE, SIZE)
-    layers = [[method.pack(weight, dtype) for _ in range(NUM_LAYERS)] for dtype in dtypes]
+    layers = [_copy_layers(method.pack(weight, dtype)) for dtype in dtypes]
     totals = [0.0] * len(dtypes)
     for num_rows, count in ROW_COUNTS.items():
         rows = [torch.randn(num_rows, SIZE).to(dtype) for dtype in dtypes]
@@ -59,6 +59,10 @@ def time_linears(method: QuantMethod, dtypes: tuple[torch.dtype, ...]) -> list[f
                 best_s[i] = min(best_s[i], _time_pass(method, layers[i], rows[i]))
         totals = [total + count * seconds for total, seconds in zip(totals, best_s, strict=True)]
     return totals
+
+
+def _copy_layers(packed: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    return [{name: tensor.clone() for name, tensor in packed.items()} for _ in range(NUM_LAYERS)]
 
 
 def _time_pass(method: QuantMethod, layers: list[dict[str, Tensor]], rows: Tensor) -> float:
