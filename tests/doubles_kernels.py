@@ -1,6 +1,10 @@
-"""The C kernels in every variant that this machine can run, each compiled once and kept in the cache folder."""
+"""The C kernels in every variant that this machine can run, each compiled once and kept in the cache folder.
+
+With KERNEL_FLAGS in the environment there is one variant, the native one with these flags (for sanitizers).
+"""
 
 import ctypes
+import os
 import platform
 from functools import cache
 
@@ -15,6 +19,8 @@ VNNI = ("-mavx512vnni", "-mavx512vl", "-mavx512bw")
 
 def variants() -> dict[str, tuple[str, ...]]:
     """Name -> flags; "native" first."""
+    if extra := os.environ.get("KERNEL_FLAGS"):
+        return {"native": (*native_flags(), *extra.split())}
     found = {"native": native_flags()}
     if platform.machine().lower() in ("x86_64", "amd64"):
         found["avx2"] = (AVX2,)

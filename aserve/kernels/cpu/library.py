@@ -25,8 +25,8 @@ from aserve.errors import ConfigError
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = ("attention.c", "int8_linear.c", "operators.c", "pool.c")  # the slowest to compile first
-HEADERS = ("pool.h", "simd.h")
+SOURCES = ("attention_block.c", "int8_linear.c", "operators.c", "attention.c", "pool.c")  # the slowest to compile first
+HEADERS = ("attention.h", "pool.h", "simd.h")
 COMPILERS = ("cc", "gcc", "clang")
 COMMON_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread")
 NATIVE_FLAGS = {"x86_64": "-march=native", "amd64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
