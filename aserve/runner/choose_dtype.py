@@ -14,8 +14,9 @@ from aserve.runner.resolve import log_choice
 logger = logging.getLogger(__name__)
 
 SIZE = 1024  # features in and out of a timed layer
-NUM_LAYERS = 24  # 96 MiB in float32, more than caches hold
+NUM_LAYERS = 12  # 48 MiB in float32, more than caches hold
 ROW_COUNTS = {1: 16, 8: 8, 128: 1}  # rows of a step -> how often it counts: decodes alone, some together, a chunk
+NUM_TURNS = 2
 MARGIN = 1.2  # bfloat16 must be faster by this factor
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -54,7 +55,7 @@ def time_linears(method: QuantMethod, dtypes: tuple[torch.dtype, ...]) -> list[f
     for num_rows, count in ROW_COUNTS.items():
         rows = [torch.randn(num_rows, SIZE).to(dtype) for dtype in dtypes]
         best_s = [float("inf")] * len(dtypes)
-        for _ in range(3):
+        for _ in range(NUM_TURNS):
             for i in range(len(dtypes)):
                 best_s[i] = min(best_s[i], _time_pass(method, layers[i], rows[i]))
         totals = [total + count * seconds for total, seconds in zip(totals, best_s, strict=True)]
