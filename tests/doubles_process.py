@@ -24,7 +24,7 @@ class ServingProcess:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
-        environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
         if is_watched:
             environment["PYTHONDEVMODE"] = "1"
         with log.open("wb") as output:

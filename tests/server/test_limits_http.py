@@ -234,9 +234,10 @@ async def test_requests_past_the_queue_are_refused_with_retry_after() -> None:
             assert int(answer.headers["retry-after"]) >= 1
             assert answer.json()["error"]["type"] in ("rate_limit_error", "service_unavailable_error")
         await live.until_idle()
-        batch = await live.complete(["a"] * 13, max_tokens=5)
-        assert batch.status_code == 503
-        await live.until_idle()  # none of the thirteen runs on
+        for stream in (False, True):
+            batch = await live.complete(["a"] * 13, max_tokens=8000, stream=stream)
+            assert batch.status_code == 503
+            await live.until_idle()  # none of the thirteen runs on
         await live.check_alive()
 
 
