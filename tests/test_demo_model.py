@@ -2,13 +2,15 @@
 
 import hashlib
 import sys
+import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from aserve.demo_model import FILE_NAME, FILE_SHA256, PACKAGE, find_demo_model
+from aserve.demo_model import FILE_BYTES, FILE_NAME, FILE_SHA256, PACKAGE, find_demo_model
 from aserve.errors import ConfigError
 from aserve.model_files import ModelFiles
 
@@ -135,12 +137,18 @@ def test_a_wrong_wheel_is_refused(cache: Path, content: bytes) -> None:
     assert [entry.name for entry in cache.iterdir()] == [WHEEL_NAME]
 
 
-def test_several_starts_at_once(cache: Path, wheel: Path) -> None:
+def test_several_starts_at_once_see_the_file_whole_or_not_at_all(cache: Path, wheel: Path) -> None:
     cache.mkdir()
     (cache / WHEEL_NAME).hardlink_to(wheel)
-    with ThreadPoolExecutor(4) as pool:
-        found = {future.result().path for future in [pool.submit(find_demo_model) for _ in range(4)]}
-    assert found == {cache / FILE_NAME}
+    sizes: set[int] = set()
+    with ThreadPoolExecutor(3) as pool:
+        starts = [pool.submit(find_demo_model) for _ in range(3)]
+        while not all(start.done() for start in starts):
+            with suppress(FileNotFoundError):
+                sizes.add((cache / FILE_NAME).stat().st_size)
+            time.sleep(0.001)
+    assert {start.result().path for start in starts} == {cache / FILE_NAME}
+    assert sizes == {FILE_BYTES}
     assert_only_the_model_in(cache)
 
 

@@ -38,7 +38,7 @@ class TokenTable:
     ``pieces[id]`` is the token's bytes, empty where no token has that id. In a SentencePiece vocabulary
     ``byte_ids`` are the tokens that stand for one raw byte, and decoding drops up to ``num_stripped`` leading spaces.
     ``texts[id]`` is the token's text where that does not depend on its neighbours, else None;
-    ``texts_without_special`` has nothing for special tokens. ``longest_token_chars`` bounds what one token stands for.
+    ``texts_without_special`` has nothing for special tokens. ``longest_bytes`` is the length of the longest piece.
     """
 
     def __init__(
@@ -55,9 +55,7 @@ class TokenTable:
         self.num_stripped = num_stripped
         self.texts = [None if token_id in byte_ids else _whole_text(piece) for token_id, piece in enumerate(pieces)]
         self.texts_without_special = ["" if i in special_ids else text for i, text in enumerate(self.texts)]
-        # A piece that is no text of its own has fewer characters than bytes.
-        lengths = (len(piece if text is None else text) for piece, text in zip(pieces, self.texts, strict=True))
-        self.longest_token_chars = max(lengths)
+        self.longest_bytes = max(map(len, pieces))
 
 
 def _whole_text(piece: bytes) -> str | None:

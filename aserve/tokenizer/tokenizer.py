@@ -18,7 +18,7 @@ from aserve.tokenizer.token_table import SPACE_MARK, build_token_table
 
 MAX_CHARS = 64 << 20  # of a prompt when no other limit is given
 PARTS_AT_ONCE = 1024  # handed to the library in one call, which holds the GIL at its beginning and end
-COMPOSED = 1.5  # normalisation composes at most three characters into two bytes
+MAX_COMPOSED = 1.5  # characters that normalisation makes into one byte: at most three into two bytes, as in U+01D6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +57,8 @@ class Tokenizer:
         self.eos_token_ids = settings.eos_token_ids
         plain = (token.content for token in backend.get_added_tokens_decoder().values() if not token.special)
         self._word_starts = (" ", SPACE_MARK, *plain)  # what takes no space mark at the beginning of a text
-        # The fewest tokens that a character can cost.
-        shrink = COMPOSED if backend.normalizer is not None else 1.0
-        self._max_chars_per_token = self._table.longest_token_chars * shrink
+        chars_per_byte = MAX_COMPOSED if backend.normalizer is not None else 1.0
+        self._max_chars_per_token = self._table.longest_bytes * chars_per_byte
 
     @property
     def has_chat_template(self) -> bool:

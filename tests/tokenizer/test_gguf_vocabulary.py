@@ -184,6 +184,40 @@ def test_user_defined_tokens_are_found_whole_and_stay_visible(small_metadata: di
     assert 3 in tokenizer.encode_chat([{"role": "user", "content": "<repo_name>"}])
 
 
+@pytest.mark.parametrize(("cut", "pieces"), [("llama-bpe", ["123", "4"]), ("qwen2", ["1", "2", "3", "4"])])
+def test_runs_of_digits(small_metadata: dict[str, Any], tmp_path: Path, cut: str, pieces: list[str]) -> None:
+    changes = {
+        "tokenizer.ggml.pre": cut,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.tokens": [*small_metadata["tokenizer.ggml.tokens"], "12", "123", "1234"],
+        "tokenizer.ggml.token_type": [*small_metadata["tokenizer.ggml.token_type"], 1, 1, 1],
+        "tokenizer.ggml.merges": [*small_metadata["tokenizer.ggml.merges"], "1 2", "12 3", "123 4"],
+    }
+    tokenizer = load_gguf(write_gguf(tmp_path / "m.gguf", small_metadata | changes))
+    assert [tokenizer.decode([token_id]) for token_id in tokenizer.encode("1234")] == pieces
+
+
+@pytest.mark.parametrize(("cut", "is_whole"), [("llama-bpe", True), ("qwen2", False)])
+def test_a_word_that_no_merges_lead_to(
+    small_metadata: dict[str, Any], tmp_path: Path, cut: str, is_whole: bool
+) -> None:
+    changes = {
+        "tokenizer.ggml.pre": cut,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.tokens": [*small_metadata["tokenizer.ggml.tokens"], "qzxw"],
+        "tokenizer.ggml.token_type": [*small_metadata["tokenizer.ggml.token_type"], 1],
+    }
+    tokenizer = load_gguf(write_gguf(tmp_path / "m.gguf", small_metadata | changes))
+    assert (tokenizer.encode("qzxw") == [7000]) == is_whole
+
+
+def test_the_named_ends_are_control_tokens_whatever_their_type(small_metadata: dict[str, Any], tmp_path: Path) -> None:
+    types = [1] * 7000
+    tokenizer = load_gguf(write_gguf(tmp_path / "m.gguf", small_metadata | {"tokenizer.ggml.token_type": types}))
+    assert tokenizer.special_token_ids == {0, 1, 2}
+    assert tokenizer.decode([6004, 2]) == "hi"
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

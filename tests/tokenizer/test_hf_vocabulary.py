@@ -231,7 +231,18 @@ def test_padding_and_truncation_in_the_file_do_not_apply(tmp_path: Path) -> None
     backend.enable_padding(length=64)
     backend.enable_truncation(4)
     tokenizer = load(write_folder(tmp_path / "tiny", backend))
-    assert tokenizer.decode(tokenizer.encode("The quick brown fox jumps")) == "The quick brown fox jumps"
+    assert tokenizer.encode("The quick brown fox jumps") == byte_level_backend().encode("The quick brown fox jumps").ids
+
+
+def test_added_tokens_that_are_not_spelled_in_bytes(tmp_path: Path) -> None:
+    backend = byte_level_backend()
+    text = "<\uff5cend\u2581of text\uff5c>"
+    backend.add_special_tokens([text])
+    tokenizer = load(write_folder(tmp_path / "tiny", backend))
+    ids = tokenizer.encode(f"a{text}b", add_special_tokens=False)
+    assert len(ids) == 3
+    assert tokenizer.token_bytes(ids[1]) == text.encode()
+    assert tokenizer.detokenizer(False).push(ids) == backend.decode(ids, skip_special_tokens=False) == f"a{text}b"
 
 
 def test_older_files_are_converted_by_transformers(tmp_path: Path) -> None:

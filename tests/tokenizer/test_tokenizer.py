@@ -4,17 +4,18 @@ import json
 import subprocess
 import sys
 import time
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Thread
 
 import pytest
-from doubles_tokenizer import SAMPLES, load_gguf, sentencepiece_metadata, write_gguf
+from doubles_tokenizer import SAMPLES, byte_spelling, load_gguf, sentencepiece_metadata, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aserve.errors import ClientError
-from aserve.tokenizer.tokenizer import Tokenizer
+from aserve.tokenizer.tokenizer import MAX_COMPOSED, Tokenizer
 
 WITH_BOS = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
 
@@ -74,19 +75,31 @@ def test_the_lower_bound_is_tight_for_the_longest_token(demo_tokenizer: Tokenize
 
 
 def test_the_lower_bound_allows_for_composition(tmp_path: Path) -> None:
-    # e + two marks is one character of three bytes after NFC
-    spelled = "\u1ec7".encode()
-    tokens = ["".join({0xE1: "á", 0xBB: "»", 0x87: "ĩ"}[byte] for byte in spelled), "á", "»", "ĩ", "á»"]
+    # u + two marks is one character of two bytes after NFC
+    first, second = (byte_spelling()[byte] for byte in "\u01d6".encode())
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.merges": ["á »", "á» ĩ"],
+        "tokenizer.ggml.tokens": [first + second, first, second],
+        "tokenizer.ggml.merges": [f"{first} {second}"],
     }
     tokenizer = load_gguf(write_gguf(tmp_path / "m.gguf", metadata))
-    text = "e\u0323\u0302"
-    assert tokenizer.encode(text) == [0]
-    assert tokenizer.min_tokens_for(len(text)) <= 2
+    assert tokenizer.encode("u\u0308\u0304") == [0]
+    assert tokenizer.min_tokens_for(3) == 1
+
+
+def test_no_characters_compose_into_fewer_bytes_than_the_bound_allows() -> None:
+    for code in range(sys.maxunicode + 1):
+        spread = unicodedata.normalize("NFD", chr(code))
+        if not 0xD800 <= code < 0xE000:
+            assert len(spread) <= MAX_COMPOSED * len(unicodedata.normalize("NFC", spread).encode())
+
+
+def test_a_chat_of_many_parts(demo_tokenizer: Tokenizer) -> None:
+    turns = [{"role": "system", "content": "x"}, {"role": "user", "content": "hi"}]
+    first, both = (demo_tokenizer.encode_chat(turns[:n], add_generation_prompt=False) for n in (1, 2))
+    many = demo_tokenizer.encode_chat([turns[0], *[turns[1]] * 2000], add_generation_prompt=False)
+    assert many == first + both[len(first) :] * 2000
 
 
 def test_prompts_that_are_certainly_too_long_are_refused_before_the_work(demo_tokenizer: Tokenizer) -> None:
