@@ -16,18 +16,19 @@ class CpuOperators(Operators):
         self._kernels = kernels or cpu_kernels()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if not _are_float32(x, weight):
+        if not x.dtype == weight.dtype == torch.float32:
             return super().rms_norm(x, weight, eps)
         x = x.contiguous()
         return self._norm(x, None, weight, torch.empty_like(x), eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if not (_are_float32(x, residual, weight) and x.is_contiguous() and residual.is_contiguous()):
+        is_float32 = x.dtype == residual.dtype == weight.dtype == torch.float32
+        if not (is_float32 and x.is_contiguous() and residual.is_contiguous()):
             return super().add_rms_norm(x, residual, weight, eps)
         return self._norm(x, residual, weight, x, eps), residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        if not (_are_float32(gate_up) and gate_up.is_contiguous()):
+        if not (gate_up.dtype == torch.float32 and gate_up.is_contiguous()):
             return super().silu_mul(gate_up)
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         result = torch.empty(num_rows, width)
@@ -35,7 +36,8 @@ class CpuOperators(Operators):
         return result
 
     def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        if not (_are_float32(q, k, cos_sin) and _have_dense_heads(q, k) and positions.is_contiguous()):
+        is_float32 = q.dtype == k.dtype == cos_sin.dtype == torch.float32
+        if not (is_float32 and _has_dense_heads(q) and _has_dense_heads(k) and positions.is_contiguous()):
             return super().rope(q, k, cos_sin, positions)
         num_tokens, num_heads, head_dim = q.shape
         self._functions(q).rope(
@@ -53,7 +55,8 @@ class CpuOperators(Operators):
         return q, k
 
     def store_kv(self, k: Tensor, v: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        if not (_are_float32(k, v, key, value) and _have_dense_heads(k, v) and slot_mapping.is_contiguous()):
+        is_float32 = k.dtype == v.dtype == key.dtype == value.dtype == torch.float32
+        if not (is_float32 and _has_dense_heads(k) and _has_dense_heads(v) and slot_mapping.is_contiguous()):
             super().store_kv(k, v, key, value, slot_mapping)
             return
         num_tokens, num_kv_heads, head_dim = k.shape
@@ -87,10 +90,6 @@ class CpuOperators(Operators):
         return self._kernels.brief if x.numel() <= BRIEF_VALUES else self._kernels.long
 
 
-def _are_float32(*tensors: Tensor) -> bool:
-    return all(tensor.dtype == torch.float32 for tensor in tensors)
-
-
-def _have_dense_heads(*tensors: Tensor) -> bool:
-    """Whether in each [T, heads, D] the heads of a token stand side by side, whatever lies between tokens."""
-    return all(tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2] for tensor in tensors)
+def _has_dense_heads(x: Tensor) -> bool:
+    """Whether in x [T, heads, D] the heads of a token stand side by side, whatever lies between tokens."""
+    return x.stride()[1:] == (x.shape[2], 1)

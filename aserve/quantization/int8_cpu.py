@@ -42,22 +42,25 @@ class Int8Cpu(QuantMethod):
     def apply(self, x: Tensor, packed: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
         if x.dtype != torch.float32:
             return self.apply(x.float(), packed, None if bias is None else bias.float()).to(x.dtype)
-        if x.stride(1) != 1:
+        row_stride, step = x.stride()
+        if step != 1:
             x = x.contiguous()
+            row_stride = x.stride(0)
         scale = packed["scale"]
         num_rows, num_inputs = x.shape
-        result = torch.empty(num_rows, len(scale))
+        num_channels = scale.shape[0]
+        result = torch.empty(num_rows, num_channels)
         failed = self._kernels.long.int8_linear(
             self._kernels.pool(),
             x.data_ptr(),
-            x.stride(0),
+            row_stride,
             num_rows,
             num_inputs,
             packed["weight"].data_ptr(),
             scale.data_ptr(),
             None if bias is None else bias.data_ptr(),
             result.data_ptr(),
-            len(scale),
+            num_channels,
         )
         if failed:
             raise MemoryError(f"no memory to quantise {num_rows} x {num_inputs} activations")
