@@ -102,16 +102,13 @@ class ResponseEvents:
         """Return the event for new text, after those that open the message if it is the first."""
         events = [] if self._is_message_open else self._open_message()
         self._texts.append(text)
-        self._logprobs.extend(logprobs)
-        events.append(
-            b'%b%b,"logprobs":%b,"sequence_number":%d}'
-            % (
-                self._delta_start,
-                orjson.dumps(text),
-                orjson.dumps(logprobs) if logprobs else b"[]",
-                self._next_number(),
-            )
-        )
+        if logprobs:
+            self._logprobs.extend(logprobs)
+        number = self._sequence_number
+        self._sequence_number = number + 1
+        encoded = orjson.dumps(logprobs) if logprobs else b"[]"
+        tail = b',"logprobs":%b,"sequence_number":%d}' % (encoded, number)
+        events.append(b"".join((self._delta_start, orjson.dumps(text), tail)))
         return events
 
     def ending(

@@ -1,4 +1,4 @@
-"""One response on a WebSocket, from prompt to terminal event: the engine's sink and the builder of its frames."""
+"""One response on a WebSocket, from prompt to terminal event; builds the frames for its sink."""
 
 import asyncio
 import time
@@ -26,11 +26,11 @@ class ResponseRun:
         self._sink = StreamSink(outlet, self, self._note_end)
         self._written = asyncio.Event()
         self._status = ResponseStatus.IN_PROGRESS
-        self._usage: Usage | None = None
+        self._num_prompt_tokens = 0
+        self._last: RequestOutput | None = None
         self._held_logprobs: list[Mapping[str, Any]] = []  # of tokens whose text is still held back
         self._is_submitted = False
         self._is_cancelled = False
-        self._end_error: AserveError | None = None
 
     @property
     def response_id(self) -> str:
@@ -40,7 +40,7 @@ class ResponseRun:
     async def execute(self, messages: list[Message]) -> ResponseStatus:
         """Answer ``messages``; raise what is known before the first event, after which nothing was written."""
         prompt_ids = await self._engine.encode(messages)
-        self._usage = Usage(len(prompt_ids), 0, 0)
+        self._num_prompt_tokens = len(prompt_ids)
         if not self._is_cancelled:
             self._submit(prompt_ids)
         self._write(self.events.opening())
@@ -58,7 +58,7 @@ class ResponseRun:
 
     def end(self, error: AserveError) -> None:
         """End as failed now."""
-        self._end_error = error
+        self._sink.fail(error)
         self._engine.abort(self.response_id)
 
     def close(self) -> None:
@@ -66,37 +66,26 @@ class ResponseRun:
         if self._is_submitted and not self._written.is_set():
             self._engine.abort(self.response_id)
 
-    def put(self, output: RequestOutput) -> None:
-        """Take an output of the engine."""
-        if output.finish_reason is FinishReason.ABORT:
-            if self._end_error is not None:
-                self._sink.fail(self._end_error)
-                return
-            if self._is_cancelled:
-                output.finish_reason = FinishReason.STOP  # the client's own wish, not a failure of the stream
-        self._sink.put(output)
-
-    def fail(self, error: AserveError) -> None:
-        """Learn from the engine that there will be no last output."""
-        self._sink.fail(error)
-
     def frames(self, output: RequestOutput) -> list[bytes]:
         """Return the frames for what is new, and those that end the response if it is the last output."""
+        self._last = output
+        reason = output.finish_reason
+        if reason is None and not output.logprobs and not self._held_logprobs:
+            return self.events.delta(output.text) if output.text else []
         if output.logprobs:
             self._held_logprobs += render_logprobs(self._names, output.logprobs)
         frames: list[bytes] = []
-        reason = output.finish_reason
         if output.text or (reason is not None and self._held_logprobs):
             frames = self.events.delta(output.text, self._held_logprobs)
-            if self._held_logprobs:
-                self._held_logprobs = []
+            self._held_logprobs = []
         if reason is not None:
-            self._usage = Usage(output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens)
             frames += self._ending(self._status_of(reason))
         return frames
 
     def failure_frames(self, error: AserveError) -> list[bytes]:
-        """Return the frames that end the response after the engine gave it up."""
+        """Return the frames that end the response before its last token, for ``error`` or at the client's wish."""
+        if self._is_cancelled:
+            return self._ending(ResponseStatus.CANCELLED)
         return self._ending(ResponseStatus.FAILED, failure_body(error))
 
     def _submit(self, prompt_ids: list[int]) -> None:
@@ -106,12 +95,10 @@ class ResponseRun:
             params=self._request.params,
             arrival_time_s=time.monotonic(),
         )
-        self._engine.add(request, self)
+        self._engine.add(request, self._sink)
         self._is_submitted = True
 
     def _status_of(self, reason: FinishReason) -> ResponseStatus:
-        if self._is_cancelled:
-            return ResponseStatus.CANCELLED
         if reason is FinishReason.LENGTH and self._request.generate:
             return ResponseStatus.INCOMPLETE
         return ResponseStatus.COMPLETED
@@ -120,7 +107,12 @@ class ResponseRun:
         self._status = status
         is_completed = status is ResponseStatus.COMPLETED
         completed_at = int(time.time()) if is_completed else None
-        return self.events.ending(status, usage=self._usage, completed_at=completed_at, error=error)
+        return self.events.ending(status, usage=self._usage(), completed_at=completed_at, error=error)
+
+    def _usage(self) -> Usage:
+        if self._last is None:
+            return Usage(self._num_prompt_tokens, 0, 0)
+        return Usage(self._last.num_prompt_tokens, self._last.num_cached_tokens, self._last.num_output_tokens)
 
     def _write(self, frames: Sequence[bytes]) -> None:
         for frame in frames:

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, cast
 
+from uvicorn._types import ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
@@ -19,6 +20,8 @@ from websockets.http11 import Request
 EXTENSION = "aserve.transport"
 
 FINAL_TEXT = 0x81  # FIN and opcode 1; a server's frames are not masked (RFC 6455, 5.2)
+MEDIUM_HEADER = struct.Struct("!BBH").pack
+LONG_HEADER = struct.Struct("!BBQ").pack
 
 
 def text_frame_header(payload_len: int) -> bytes:
@@ -26,12 +29,16 @@ def text_frame_header(payload_len: int) -> bytes:
     if payload_len < 126:
         return bytes((FINAL_TEXT, payload_len))
     if payload_len < 65536:
-        return struct.pack("!BBH", FINAL_TEXT, 126, payload_len)
-    return struct.pack("!BBQ", FINAL_TEXT, 127, payload_len)
+        return MEDIUM_HEADER(FINAL_TEXT, 126, payload_len)
+    return LONG_HEADER(FINAL_TEXT, 127, payload_len)
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """One WebSocket connection; implements ``FrameTransport``."""
+    """One WebSocket connection; implements ``FrameTransport``.
+
+    ``is_closed`` before the handshake, once a close frame went either way, and when the peer is gone. Both flags are
+    plain attributes, kept up to date where they change, because they are looked at for every token.
+    """
 
     def __init__(
         self,
@@ -43,19 +50,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._writable_callback: Callable[[], None] | None = None
         self._close_callbacks: list[Callable[[], None]] = []
-        self._is_closed = False
+        self._has_ended = False
+        self.is_closed = True
+        self.is_writable = False
         self._late_pongs = b""
         self._abort_timer: asyncio.TimerHandle | None = None
-
-    @property
-    def is_writable(self) -> bool:
-        """True while the peer keeps up and the connection is open."""
-        return self.writable.is_set() and not self.is_closed
-
-    @property
-    def is_closed(self) -> bool:
-        """True before the handshake, once a close frame went either way, and when the peer is gone."""
-        return self._is_closed or self.close_sent or not self.handshake_complete or self.transport.is_closing()
 
     def write_frame(self, payload: bytes) -> None:
         """Send ``payload`` (UTF-8) as one text frame; dropped once the connection is closed."""
@@ -68,7 +67,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once when the connection closes, or at once if it has."""
-        if self._is_closed:
+        if self._has_ended:
             callback()
         else:
             self._close_callbacks.append(callback)
@@ -96,9 +95,21 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.transport.abort()
         self._mark_closed()
 
+    def start_keepalive(self) -> None:
+        """Open for frames: called when the handshake is complete."""
+        super().start_keepalive()
+        self.is_closed = self._has_ended
+        self.is_writable = not self._has_ended
+
+    def pause_writing(self) -> None:
+        """Learn from the transport that its buffer is full."""
+        super().pause_writing()
+        self.is_writable = False
+
     def resume_writing(self) -> None:
         """Learn from the transport that its buffer has drained."""
         super().resume_writing()
+        self.is_writable = not self.is_closed
         self._send_late_pongs()
         if self._writable_callback is not None and not self.is_closed:
             self._writable_callback()
@@ -109,6 +120,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if hasattr(self, "scope"):  # not after a refused handshake
             extensions = cast(dict[str, Any], self.scope["extensions"])
             extensions[EXTENSION] = self
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """Take a message from the application."""
+        await super().send(message)
+        if self.close_sent:
+            self._mark_closed()
 
     def handle_ping(self) -> None:
         """Answer; a peer that reads too slowly gets the newest pongs later, so that pings cannot fill the buffer."""
@@ -152,14 +169,15 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def _finish_closing(self) -> None:
         # transport.close() first flushes, which a peer that does not read can put off for ever.
-        if not self._is_closed and self._abort_timer is None:
+        if not self._has_ended and self._abort_timer is None:
             self._abort_timer = self.loop.call_later(self.close_timeout, self.transport.abort)
         self._mark_closed()
 
     def _mark_closed(self) -> None:
-        if self._is_closed:
+        if self._has_ended:
             return
-        self._is_closed = True
+        self._has_ended = self.is_closed = True
+        self.is_writable = False
         self._writable_callback = None
         callbacks, self._close_callbacks = self._close_callbacks, []
         for callback in callbacks:
