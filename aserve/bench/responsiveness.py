@@ -75,7 +75,7 @@ def longest_step_s(engine: AsyncEngine) -> float:
     """Return the longest device time of a recorded step, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         lines = engine.dump_trace(Path(folder) / "trace.jsonl").read_bytes().splitlines()
-    return max(event["tokens"]["step_time_s"] for event in map(orjson.loads, lines) if "tokens" in event)
+    return max(float(event["tokens"]["step_time_s"]) for event in map(orjson.loads, lines) if "tokens" in event)
 
 
 async def _first_token(engine: AsyncEngine, prompt: list[int]) -> None:

@@ -6,7 +6,7 @@ key is one full page of token ids, so two prompts share a node exactly as far as
 
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import count, islice
+from itertools import islice
 
 PageKey = int | tuple[int, ...]
 
@@ -49,7 +49,7 @@ class RadixTree:
         self.num_evictable = 0  # pages in nodes without a lock
         self.num_locked = 0
         self._clock = 0
-        self._serial = count()
+        self._num_queued = 0  # breaks ties, so that nodes are never compared
         # Each unlocked leaf stands here once, with a time no later than its own. Entries of nodes that
         # were touched, locked or extended since are put right when they surface.
         self._leaves: list[tuple[int, int, RadixNode]] = []
@@ -203,4 +203,5 @@ class RadixTree:
         """Offer ``node`` for eviction if it is an unlocked leaf that is not on offer yet."""
         if not (node.is_queued or node.num_locks or node.children or node.parent is None):
             node.is_queued = True
-            heappush(self._leaves, (node.last_used, next(self._serial), node))
+            self._num_queued += 1
+            heappush(self._leaves, (node.last_used, self._num_queued, node))

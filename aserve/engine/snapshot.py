@@ -8,7 +8,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from enum import Enum
 from importlib import import_module
-from itertools import count
 from types import FunctionType
 from typing import Any
 
@@ -17,7 +16,7 @@ SCALARS = {int, float, str, bool, type(None)}
 SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict}
 PAGES = "list of tuples"  # of scalars, as the prefix tree has one for each page; written without references
-VALUES = (PAGES, "tuple", "frozenset", "bytearray", "count", "ref", "enum")  # made whole, before others are filled
+VALUES = (PAGES, "tuple", "frozenset", "bytearray", "ref", "enum")  # made whole, before others are filled
 
 
 def take(root: object) -> list[Any]:
@@ -71,8 +70,6 @@ class _Picture:
             return [kind, [self._refer(member) for member in item]]
         if isinstance(item, bytearray):
             return [kind, list(item)]
-        if isinstance(item, count):
-            return [kind, item.__reduce__()[1][0]]
         if cls is MAPPINGS.get(kind):
             return [kind, [(self._refer(key), self._refer(member)) for key, member in item.items()]]
         if isinstance(item, FunctionType | type):
@@ -126,8 +123,6 @@ def _allocate(kind: str, payload: Any) -> Any:
         return [tuple(member) for member in payload]
     if kind == "bytearray":
         return bytearray(payload)
-    if kind == "count":
-        return count(payload)
     container = SEQUENCES.get(kind) or MAPPINGS.get(kind)
     if container is not None:
         return container()

@@ -1,0 +1,140 @@
+"""Greedy tokens equal transformers' whatever the engine does with the batch (invariant 8).
+
+The reference is committed (tests/reference), made by transformers from the same GGUF weights in fp32. Where its two
+best logits lie within 1e-3 of each other another token is no error, and that prompt is compared up to there; at least
+90 % of all tokens must have been compared.
+"""
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aserve.config import EngineConfig
+from aserve.engine.async_engine import AsyncEngine
+from aserve.request import SamplingParams
+
+REFERENCE = Path(__file__).resolve().parent.parent / "reference" / "greedy_reference.json"
+MIN_MARGIN = 1e-3
+MIN_COMPARED = 0.9
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run the same prompts; the defaults are the base of the single factors."""
+
+    batched: bool = True
+    prefix_cache: bool = True
+    chunk: int = 4096  # max_num_batched_tokens
+    page_size: int = 16
+    overlap: bool = True
+    small_pool: bool = False
+    backend: str = "auto"
+
+    def __str__(self) -> str:
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return ",".join(changed) or "base"
+
+    def config(self, longest: int) -> EngineConfig:
+        """The pool of a small case holds the longest sequence and little more."""
+        pool_tokens = longest * 2 if self.small_pool else 32 * longest
+        return EngineConfig(
+            quantization="none",
+            dtype="float32",
+            attention_backend=self.backend,
+            prefix_cache=self.prefix_cache,
+            max_num_batched_tokens=self.chunk,
+            page_size=self.page_size,
+            overlap=self.overlap,
+            num_pages=-(-pool_tokens // self.page_size) + 1,
+            max_model_len=longest + 1,
+        )
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "batched": (True, False),
+    "prefix_cache": (True, False),
+    "chunk": (4096, 64, 7),
+    "page_size": (16, 1),
+    "overlap": (True, False),
+    "small_pool": (False, True),
+    "backend": ("auto", "torch"),
+}
+
+
+def single_factors() -> Iterator[Case]:
+    """The base, then each other value of each factor alone."""
+    yield Case()
+    for name, (_, *others) in FACTORS.items():
+        yield from (Case(**{name: value}) for value in others)
+
+
+def grid() -> list[Case]:
+    """Every combination; a single sequence never runs out of pages, so the small pool is for batches only."""
+    cases = [Case(**dict(zip(FACTORS, values, strict=True))) for values in itertools.product(*FACTORS.values())]
+    return [case for case in cases if case.batched or not case.small_pool]
+
+
+def random_combinations(count: int) -> list[Case]:
+    """The same few combinations each time."""
+    batched = [case for case in grid() if case.batched]
+    return random.Random(7).sample(batched, count)
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[dict[str, Any]]:
+    prompts: list[dict[str, Any]] = json.loads(REFERENCE.read_text())["prompts"]
+    assert len(prompts) == 32
+    assert all(len(prompt["output_token_ids"]) == 64 for prompt in prompts)
+    return prompts
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", [*single_factors(), *random_combinations(6)], ids=str)
+def test_greedy_tokens_equal_transformers(case: Case, reference: list[dict[str, Any]]) -> None:
+    check(case, reference)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", grid(), ids=str)
+def test_greedy_tokens_equal_transformers_on_the_whole_grid(case: Case, reference: list[dict[str, Any]]) -> None:
+    check(case, reference)
+
+
+def check(case: Case, reference: list[dict[str, Any]]) -> None:
+    """Run all prompts and compare by the margin rule."""
+    outputs, num_preemptions = asyncio.run(complete(case, reference))
+    assert bool(num_preemptions) == (case.small_pool and case.batched), "preemption is what the small pool is for"
+    num_compared = 0
+    for prompt, output in zip(reference, outputs, strict=True):
+        clear = list(itertools.takewhile(lambda margin: margin >= MIN_MARGIN, prompt["margins"]))
+        assert output[: len(clear)] == prompt["output_token_ids"][: len(clear)], prompt["name"]
+        assert len(output) == 64
+        num_compared += len(clear)
+    assert num_compared >= MIN_COMPARED * 64 * len(reference)
+
+
+async def complete(case: Case, reference: list[dict[str, Any]]) -> tuple[list[list[int]], int]:
+    """Return the tokens of each prompt and the number of preemptions."""
+    longest = max(len(prompt["prompt_token_ids"]) for prompt in reference) + 64
+    async with AsyncEngine(case.config(longest)) as engine:
+        prompts = [prompt["prompt_token_ids"] for prompt in reference]
+        if case.batched:
+            outputs = await asyncio.gather(*(one(engine, prompt) for prompt in prompts))
+        else:
+            outputs = [await one(engine, prompt) for prompt in prompts]
+        return list(outputs), engine.stats().scheduler.num_preemptions
+
+
+async def one(engine: AsyncEngine, prompt: list[int]) -> list[int]:
+    """Return 64 greedy tokens."""
+    token_ids: list[int] = []
+    async for output in engine.generate(prompt, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)):
+        token_ids += output.token_ids
+    return token_ids
