@@ -16,28 +16,31 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import orjson
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
 from starlette.routing import WebSocketRoute
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from aserve.bench.report import format_table
+from aserve.bench.report import format_table, percentile
 from aserve.bench.socket_crowd import crowd
-from aserve.config import Config, EngineConfig, ServerConfig
+from aserve.config import Config, EngineConfig
 from aserve.demo_model import find_demo_model
 from aserve.engine.async_engine import AsyncEngine
 from aserve.engine.sink import Sink
+from aserve.metrics import Histogram
 from aserve.request import Request, RequestOutput
 from aserve.runner.scripted import ScriptedRunner
 from aserve.scheduler.limits import Limits
+from aserve.server.app import create_app
 from aserve.server.http_protocol import HttpProtocol
-from aserve.server.serve import EmbeddedServer, running_server
+from aserve.server.serve import EmbeddedServer
 from aserve.server.ws_protocol import EXTENSION, WebSocketProtocol, text_frame_header
 from aserve.tokenizer.load import load_tokenizer
 from aserve.tokenizer.tokenizer import Tokenizer
@@ -55,8 +58,9 @@ class FrameCosts:
     by_way: dict[str, list[float]] = field(default_factory=dict)
 
     def ratio_to_floor(self, way: str) -> float:
-        """Return the best of ``way`` over the best of the floor."""
-        return min(self.by_way[way]) / min(self.by_way["floor"])
+        """Return the best ratio of ``way`` to the floor that was timed beside it."""
+        pairs = zip(self.by_way[way], self.by_way["floor"], strict=True)
+        return min(cost / floor for cost, floor in pairs)
 
     def rows(self) -> Iterator[dict[str, object]]:
         """Yield a row for each way."""
@@ -65,7 +69,7 @@ class FrameCosts:
                 "way": way,
                 "us a frame, median": median(costs),
                 "best": min(costs),
-                "x floor (best)": self.ratio_to_floor(way),
+                "x floor beside it, best": self.ratio_to_floor(way),
             }
 
 
@@ -86,22 +90,20 @@ def main() -> None:
 async def measure_frames(
     tokenizer: Tokenizer, num_connections: int, num_rounds: int, num_repeats: int, *, with_plain: bool = True
 ) -> FrameCosts:
-    """Time all ways in turn over ``num_connections`` connections each."""
+    """Time all ways in turn; floor and sink share their connections."""
     costs = FrameCosts()
     async with (
-        streams(tokenizer, num_connections, step_time_s=None) as engine,
-        bare_sockets(num_connections, HttpProtocol, WebSocketProtocol) as direct,
-        bare_sockets(num_connections if with_plain else 1, HttpToolsProtocol, WebSocketsSansIOProtocol) as plain,
+        streams(tokenizer, num_connections, step_time_s=None) as running,
+        plain_streams(num_connections if with_plain else 1) as queues,
     ):
-        transports = [socket.scope["extensions"][EXTENSION] for socket in direct]
-        ways = {"floor": write_prebuilt(transports), "sink": put_into_sinks(engine.sinks)}
+        ways = {"floor": write_prebuilt(running.transports), "sink": put_into_sinks(running.engine.sinks)}
         if with_plain:
-            ways["plain"] = put_into_queues([socket.queue for socket in plain])
+            ways["plain"] = put_into_queues(queues)
         for _ in range(num_repeats):
             for way, push in ways.items():
                 cost = await time_rounds(push, num_rounds)
                 costs.by_way.setdefault(way, []).append(cost / num_connections * 1e6)
-        if not all(transport.is_writable for transport in transports):
+        if not all(transport.is_writable for transport in running.transports):
             raise RuntimeError("the clients did not keep up, so that less was sent than counted")
     return costs
 
@@ -118,19 +120,31 @@ async def time_rounds(push: Callable[[], None], num_rounds: int) -> float:
 
 async def measure_pace(tokenizer: Tokenizer, num_connections: int, num_steps: int) -> dict[str, object]:
     """Run all streams on a device of 10 ms a step; report from the end of a step to the next launch."""
-    async with streams(tokenizer, num_connections, step_time_s=ROUND_S) as engine:
-        metrics = engine.metrics
+    async with streams(tokenizer, num_connections, step_time_s=ROUND_S) as running:
+        metrics = running.engine.metrics
+        metrics.step_turnaround = turnaround = ExactHistogram("exact", "", ())
         first, start = metrics.num_steps, time.thread_time()
-        while metrics.num_steps < first + num_steps:
-            await asyncio.sleep(ROUND_S)
+        await until(lambda: metrics.num_steps >= first + num_steps)
         cpu = time.thread_time() - start
         return {
             "streams": num_connections,
             "steps": metrics.num_steps - first,
-            "turn-around p50, ms <=": metrics.step_turnaround.quantile(0.5) * 1000,
-            "p99, ms <=": metrics.step_turnaround.quantile(0.99) * 1000,
+            "turn-around p50, ms": percentile(turnaround.values, 0.5) * 1000,
+            "p99": percentile(turnaround.values, 0.99) * 1000,
             "loop CPU, us a token": cpu / (metrics.num_steps - first) / num_connections * 1e6,
         }
+
+
+class ExactHistogram(Histogram):
+    """Keeps every value."""
+
+    def __init__(self, name: str, help: str, edges: Sequence[float]) -> None:
+        super().__init__(name, help, edges)
+        self.values: list[float] = []
+
+    def observe(self, value: float) -> None:
+        """Keep one value."""
+        self.values.append(value)
 
 
 class RecordingEngine(AsyncEngine):
@@ -144,11 +158,19 @@ class RecordingEngine(AsyncEngine):
         self.sinks.append(sink)
 
 
+@dataclass(slots=True)
+class RunningStreams:
+    """A server with one response under way on each connection."""
+
+    engine: RecordingEngine
+    transports: list[WebSocketProtocol]
+
+
 @asynccontextmanager
 async def streams(
     tokenizer: Tokenizer, num_connections: int, step_time_s: float | None
-) -> AsyncIterator[RecordingEngine]:
-    """Serve a scripted device and let every connection have a response under way."""
+) -> AsyncIterator[RunningStreams]:
+    """Serve a scripted device and start the responses; ``step_time_s`` None never completes a step."""
     limits = Limits(
         vocab_size=tokenizer.vocab_size,
         max_model_len=8192,
@@ -161,21 +183,52 @@ async def streams(
     runner = ScriptedRunner(limits, lambda history, position: token_id, step_time_s=step_time_s)
     engine = RecordingEngine(EngineConfig(served_model_name="scripted"), runner=runner, tokenizer=tokenizer)
     engine.sinks = []
-    async with engine, running_server(Config(server=ServerConfig(port=0)), engine) as server:
-        port = int(server.url.rpartition(":")[2])
-        message = orjson.dumps(CREATE).decode().ljust(LONG_FRAME)
-        async with crowd(port, "/v1/responses", num_connections, message):
-            while len(engine.sinks) < num_connections:
-                await asyncio.sleep(ROUND_S)
-            yield engine
+    running = RunningStreams(engine, [])
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        running.transports.append(scope["extensions"][EXTENSION])
+        await served(scope, receive, send)
+
+    message = orjson.dumps(CREATE).decode().ljust(LONG_FRAME)
+    async with engine:
+        served = create_app(engine, Config())
+        async with (
+            serving(application, HttpProtocol, WebSocketProtocol) as port,
+            crowd(port, "/v1/responses", num_connections, message),
+        ):
+            await until(lambda: len(engine.sinks) == num_connections)
+            yield running
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait, with a look now and then."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(ROUND_S)
+
+
+@asynccontextmanager
+async def serving(app: Any, http: type[asyncio.Protocol], ws: type[asyncio.Protocol]) -> AsyncIterator[int]:
+    """Serve ``app`` on a free port and yield it."""
+    config = uvicorn.Config(
+        app, port=0, http=http, ws=ws, ws_per_message_deflate=False, lifespan="off", log_config=None, access_log=False
+    )
+    server = EmbeddedServer(config)
+    task = asyncio.create_task(server.serve())
+    await server.is_listening.wait()
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
 
 
 def put_into_sinks(sinks: Sequence[Sink]) -> Callable[[], None]:
     """Return what gives one token to every stream, as the step loop does."""
+    output = RequestOutput("", TEXT, [1], 31, 1, 0)
 
     def push() -> None:
         for sink in sinks:
-            sink.put(RequestOutput("", TEXT, [1], 31, 1, 0))
+            sink.put(output)
 
     return push
 
@@ -208,44 +261,27 @@ def sample_event() -> bytes:
     )
 
 
-@dataclass(slots=True)
-class BareSocket:
-    """One accepted connection; every text that is put into ``queue`` is sent as an event, an empty one ends it."""
-
-    scope: Scope
-    queue: "asyncio.Queue[str]"
-
-
 @asynccontextmanager
-async def bare_sockets(
-    num_connections: int, http: type[asyncio.Protocol], protocol: type[asyncio.Protocol]
-) -> AsyncIterator[list[BareSocket]]:
-    """Serve connections with nothing but Starlette and uvicorn."""
-    sockets: list[BareSocket] = []
+async def plain_streams(num_connections: int) -> AsyncIterator[list["asyncio.Queue[str]"]]:
+    """Serve connections with nothing but Starlette and uvicorn; what is put into a queue is sent, "" ends it."""
+    queues: list[asyncio.Queue[str]] = []
 
     async def endpoint(websocket: WebSocket) -> None:
         await websocket.accept()
         queue: asyncio.Queue[str] = asyncio.Queue()
-        sockets.append(BareSocket(websocket.scope, queue))
+        queues.append(queue)
         while await queue.get():
             await websocket.send_text(sample_event().decode())
 
     app = Starlette(routes=[WebSocketRoute("/", endpoint)])
-    config = uvicorn.Config(
-        app, port=0, http=http, ws=protocol, ws_per_message_deflate=False, lifespan="off", log_config=None
-    )
-    server = EmbeddedServer(config)
-    serving = asyncio.create_task(server.serve())
-    await server.is_listening.wait()
-    port = server.servers[0].sockets[0].getsockname()[1]
-    async with crowd(port, "/", num_connections):
-        while len(sockets) < num_connections:
-            await asyncio.sleep(ROUND_S)
-        yield sockets
-        for socket in sockets:
-            socket.queue.put_nowait("")
-    server.should_exit = True
-    await serving
+    async with (
+        serving(app, HttpToolsProtocol, WebSocketsSansIOProtocol) as port,
+        crowd(port, "/", num_connections),
+    ):
+        await until(lambda: len(queues) == num_connections)
+        yield queues
+        for queue in queues:
+            queue.put_nowait("")
 
 
 def put_into_queues(queues: list["asyncio.Queue[str]"]) -> Callable[[], None]:

@@ -59,6 +59,11 @@ class Usage:
 class ResponseEvents:
     """Builds the events of one response; owns its text so far and its sequence number."""
 
+    __slots__ = (
+        "_created_at", "_delta_start", "_is_message_open", "_item_id", "_logprobs", "_model", "_place", "_request",
+        "_sequence_number", "_stream_id", "_texts", "response_id",
+    )  # fmt: skip
+
     def __init__(
         self,
         request: ResponseRequest,

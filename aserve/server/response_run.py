@@ -17,6 +17,11 @@ from aserve.server.stream_sink import Outlet, StreamSink
 class ResponseRun:
     """Runs one response. ``execute`` returns its status once the last frame has been written."""
 
+    __slots__ = (
+        "_engine", "_held_logprobs", "_is_cancelled", "_is_submitted", "_last", "_names", "_num_prompt_tokens",
+        "_outlet", "_request", "_sink", "_status", "_written", "events",
+    )  # fmt: skip
+
     def __init__(self, request: ResponseRequest, events: ResponseEvents, engine: AsyncEngine, outlet: Outlet) -> None:
         self.events = events
         self._request = request
@@ -27,7 +32,7 @@ class ResponseRun:
         self._written = asyncio.Event()
         self._status = ResponseStatus.IN_PROGRESS
         self._num_prompt_tokens = 0
-        self._last: RequestOutput | None = None
+        self._last: RequestOutput | None = None  # for the usage
         self._held_logprobs: list[Mapping[str, Any]] = []  # of tokens whose text is still held back
         self._is_submitted = False
         self._is_cancelled = False
@@ -68,10 +73,12 @@ class ResponseRun:
 
     def frames(self, output: RequestOutput) -> list[bytes]:
         """Return the frames for what is new, and those that end the response if it is the last output."""
-        self._last = output
         reason = output.finish_reason
-        if reason is None and not output.logprobs and not self._held_logprobs:
-            return self.events.delta(output.text) if output.text else []
+        if reason is None and output.text and not output.logprobs and not self._held_logprobs:
+            if self._is_cancelled:
+                self._last = output
+            return self.events.delta(output.text)  # nearly every token; keeps nothing of the output alive
+        self._last = output
         if output.logprobs:
             self._held_logprobs += render_logprobs(self._names, output.logprobs)
         frames: list[bytes] = []

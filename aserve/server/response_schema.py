@@ -4,12 +4,15 @@ Three lists: what has an effect, what is accepted without one, and what is refus
 Fields that are in no list are ignored, as the protocol asks.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from aserve.errors import ClientError
 from aserve.request import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, str]  # role and content, as a chat template takes them
 
@@ -19,6 +22,11 @@ LOGPROBS_INCLUDE = "message.output_text.logprobs"
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
+
+WITH_EFFECT = frozenset({
+    "background", "generate", "include", "input", "instructions", "metadata", "model", "previous_response_id",
+    "prompt_cache_options", "stop", "stream_id", "text", "tool_choice", "tools", "top_logprobs", "truncation", "type",
+})  # fmt: skip
 
 # Describe features that add nothing to a text model's answer, or hints that a single server has no use for.
 ACCEPTED_WITHOUT_EFFECT = frozenset({
@@ -49,6 +57,7 @@ SAMPLING_FIELDS: dict[str, tuple[str, type]] = {  # field -> (name in SamplingPa
     "min_tokens": ("min_tokens", int),
     "ignore_eos": ("ignore_eos", bool),
 }
+KNOWN = WITH_EFFECT.union(SAMPLING_FIELDS, ACCEPTED_WITHOUT_EFFECT, REFUSED)
 PARAM_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
 
@@ -70,6 +79,8 @@ class ResponseRequest:
 def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest:
     """Check the fields of one ``response.create``; raise ClientError that names the first one at fault."""
     fields = {name: value for name, value in payload.items() if value is not None}
+    if unknown := fields.keys() - KNOWN:
+        logger.debug("ignoring unknown fields: %s", sorted(name[:64] for name in unknown)[:20])
     _refuse_unsupported(fields)
     generate = _read_generate(fields)
     request = ResponseRequest(

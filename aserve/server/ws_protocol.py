@@ -59,7 +59,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def write_frame(self, payload: bytes) -> None:
         """Send ``payload`` (UTF-8) as one text frame; dropped once the connection is closed."""
         if not self.is_closed:
-            self.transport.write(text_frame_header(len(payload)) + payload)
+            size = len(payload)
+            header = MEDIUM_HEADER(FINAL_TEXT, 126, size) if 125 < size < 65536 else text_frame_header(size)
+            self.transport.write(header + payload)
 
     def on_writable(self, callback: Callable[[], None] | None) -> None:
         """Call ``callback`` each time the peer has caught up; replaces the previous one."""

@@ -1,88 +1,104 @@
-"""What a token costs, in exact counts: one write for each frame, and no task is resumed for it."""
+"""What a token costs between the engine and the socket: exact counts, and time as a ratio to the floor beside it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from doubles_http import CUE, in_loop, live_server, raw_post
+from doubles_socket import ServedTokenizer, in_loop, receive_until, scripted_server, send
 
-from aserve.server import serve
-from aserve.server.http_protocol import HttpProtocol
+from aserve.bench.fan_out import measure_frames
 
-STREAMS = 32
+NUM_STREAMS = 64
+NUM_TOKENS = 50
 
 
 class CountingTransport:
-    """Counts the writes to a connection."""
-
-    writes = 0
+    """Counts the writes to a real transport."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
+        self.num_writes = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        CountingTransport.writes += 1
+        self.num_writes += 1
         self._transport.write(data)
 
 
-class CountingApp:
-    """Counts how often the tasks of requests are resumed."""
+class CountingCoroutine(Coroutine[Any, Any, Any]):
+    """Counts how often its task is run."""
 
-    resumes = 0
+    num_switches = 0
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self._app = app
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await CountingCall(self._app(scope, receive, send))
+    def send(self, value: Any) -> Any:
+        CountingCoroutine.num_switches += 1
+        return self._coroutine.send(value)
 
+    def throw(self, *args: Any) -> Any:
+        return self._coroutine.throw(*args)
 
-class CountingCall:
-    def __init__(self, call: Awaitable[None]) -> None:
-        self._call = call
+    def close(self) -> None:
+        self._coroutine.close()
 
-    def __await__(self) -> Generator[Any, None, None]:
-        for step in self._call.__await__():
-            CountingApp.resumes += 1
-            yield step
-
-
-async def read_chunks(live: Any, num_tokens: int) -> int:
-    """Read one stream to its end and return the number of chunks in which the body came."""
-    fields = {"prompt": [5, *CUE], "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
-    async with raw_post(live, "/v1/completions", fields) as (reader, _):
-        await reader.readuntil(b"\r\n\r\n")
-        chunks = 0
-        while size := int(await reader.readline(), 16):
-            await reader.readexactly(size + 2)
-            chunks += 1
-        return chunks
+    def __await__(self) -> Any:
+        return self._coroutine.__await__()
 
 
 @in_loop
-async def run_streams(num_tokens: int, counts: list[tuple[int, int, int]]) -> None:
-    CountingTransport.writes = CountingApp.resumes = 0
-    async with live_server(lambda tokens, position: 300 + position % 4000, step_time_s=0.001) as live:
-        chunks = await asyncio.gather(*(read_chunks(live, num_tokens) for _ in range(STREAMS)))
-    counts.append((sum(chunks), CountingTransport.writes, CountingApp.resumes))
-
-
-def test_one_write_a_frame_and_no_task_switch_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = HttpProtocol.connection_made
-    monkeypatch.setattr(
-        HttpProtocol, "connection_made", lambda self, transport: made(self, CountingTransport(transport))
+async def test_a_frame_is_one_write_and_a_token_switches_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.get_running_loop().set_task_factory(
+        lambda loop, coroutine, **kwargs: asyncio.Task(CountingCoroutine(coroutine), loop=loop, **kwargs)
     )
-    create = serve.create_app
-    monkeypatch.setattr(serve, "create_app", lambda *arguments: CountingApp(create(*arguments)))
-    counts: list[tuple[int, int, int]] = []
-    for num_tokens in (20, 200):
-        run_streams(num_tokens, counts)
-    for (chunks, writes, resumes), num_tokens in zip(counts, (20, 200), strict=True):
-        assert chunks > STREAMS * num_tokens * 0.9  # some tokens are part of a character
-        assert writes == chunks + 2 * STREAMS  # and the head and the end of each response
-        assert resumes <= 4 * STREAMS
-    assert counts[0][2] == counts[1][2]
+    monkeypatch.setattr(CountingCoroutine, "num_switches", 0)
+    async with scripted_server(lambda tokens, position: 97, step_time_s=None) as live:
+        runner = live.engine._parts.runner
+        connections = [await live.connect(ping_interval=None) for _ in range(NUM_STREAMS)]
+        for connection in connections:
+            await send(connection, input="count", max_output_tokens=NUM_TOKENS + 10)
+        readers = [asyncio.create_task(receive_until(connection, "response.in_progress")) for connection in connections]
+        await asyncio.gather(*readers)
+        while not runner.launched:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await run_steps(live, 4)  # all are decoding, their messages are open
+
+        counters = [CountingTransport(protocol.transport) for protocol in live.protocols]
+        for protocol, counter in zip(live.protocols, counters, strict=True):
+            protocol.transport = counter  # type: ignore[assignment]
+        for connection in connections:
+            connection.transport.pause_reading()  # its own task must not be counted
+        before = CountingCoroutine.num_switches
+        await run_steps(live, NUM_TOKENS)
+        num_switches = CountingCoroutine.num_switches - before
+
+        assert [counter.num_writes for counter in counters] == [NUM_TOKENS] * NUM_STREAMS
+        # The step loop gives way a few times a step, whatever the number of tokens.
+        assert num_switches < NUM_TOKENS * 30 < NUM_TOKENS * NUM_STREAMS
+        for connection in connections:
+            connection.transport.abort()
+        await live.lose_connections()
+        while runner.launched:
+            runner.complete_next()
+        await live.become_idle()
+
+
+async def run_steps(live: Any, count: int) -> None:
+    """Complete steps one by one; each is delivered, and the next one launched, before the next completes."""
+    runner, metrics = live.engine._parts.runner, live.engine.metrics
+    for _ in range(count):
+        rows = len(runner.launched[0].plan.rows)
+        wanted = metrics.num_generation_tokens + rows
+        runner.complete_next()
+        while metrics.num_generation_tokens < wanted or not runner.launched:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@in_loop
+async def test_the_way_through_the_sink_costs_little_more_than_the_bare_write() -> None:
+    costs = await measure_frames(ServedTokenizer(), 256, num_rounds=10, num_repeats=7, with_plain=False)
+    assert costs.ratio_to_floor("sink") < 1.6, costs.by_way
