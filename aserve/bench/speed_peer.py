@@ -5,7 +5,6 @@
 and go on past the end-of-sequence token; the time is that of prefill and decoding, without loading.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -45,13 +44,10 @@ def load_aserve(model: str, num_threads: int) -> Generate:
 
 def load_transformers(model: str, num_threads: int) -> Generate:
     """``generate`` in float32 on one padded batch (all prompts are equally long)."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
-    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(num_threads)
-    path = Path(model)
-    decoder: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    decoder = build_transformers_llama(Path(model))
 
     def generate(prompts: list[list[int]], output_len: int) -> int:
         token_ids = torch.tensor(prompts)
@@ -66,6 +62,39 @@ def load_transformers(model: str, num_threads: int) -> Generate:
         return int(output.shape[0] * (output.shape[1] - token_ids.shape[1]))
 
     return generate
+
+
+def build_transformers_llama(path: Path) -> Any:
+    """Return transformers' Llama with the weights of a GGUF file in float32 (its own reader wants accelerate)."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from aserve.weights.gguf_file import GgufFile
+
+    checkpoint = GgufFile(path)
+    shape = checkpoint.config
+    if shape.architecture != "LlamaForCausalLM":
+        raise SystemExit(f"only Llama is compared with transformers, not {shape.architecture}")
+    options: dict[str, Any] = {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "max_position_embeddings": shape.max_context_len,
+        "rope_theta": shape.rope.theta,
+        "tie_word_embeddings": shape.is_head_tied,
+    }
+    decoder: Any = LlamaForCausalLM(LlamaConfig(**options))
+    parameters = dict(decoder.named_parameters())
+    with torch.no_grad():
+        for stored in checkpoint.tensors():
+            if stored.name in parameters:
+                parameters[stored.name].copy_(stored.read())
+    return decoder.float().eval()
 
 
 def _answer(message: dict[str, float]) -> None:
