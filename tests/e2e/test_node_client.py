@@ -6,6 +6,8 @@ import json
 from doubles_node import E2E, find_node, node_environment
 from doubles_socket import in_loop, scripted_server
 
+find_node()
+
 
 @in_loop
 async def test_the_node_client_converses_over_its_websocket() -> None:
