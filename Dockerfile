@@ -11,7 +11,7 @@ RUN apt-get update \
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /opt/aserve
 COPY .ci/constraints.txt /tmp/constraints.txt
-RUN pip install --no-cache-dir -c /tmp/constraints.txt --index-url "${TORCH_INDEX}" torch
+RUN pip install --no-cache-dir --no-deps -c /tmp/constraints.txt --index-url "${TORCH_INDEX}" torch
 
 COPY pyproject.toml README.md LICENSE ./
 COPY aserve ./aserve

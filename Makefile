@@ -46,14 +46,16 @@ $(VENV)/bin/python:
 		{ echo "aserve needs Python 3.11 or newer; set PYTHON=/path/to/it" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Without an NVIDIA driver the CPU build of torch saves gigabytes. If its index cannot be reached
-# within a few seconds, pip's own settings decide where torch comes from.
+# Without an NVIDIA driver the CPU build of torch saves gigabytes. Its index has torch alone to give: what torch
+# needs comes with the next rule. If that index does not answer, pip's own settings decide where torch comes from.
 $(VENV)/.torch: | $(VENV)/bin/python
-	@if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then index=""; \
-	elif $(BIN)/python -c 'import urllib.request as u; u.urlopen("$(TORCH_CPU_INDEX)/torch/", timeout=4)' 2>/dev/null; \
-	then index="--index-url $(TORCH_CPU_INDEX)"; else index=""; fi; \
-	echo "installing torch $${index:-(from the configured package index)}"; \
-	$(PIP) install -q -c $(CONSTRAINTS) $$index torch
+	@if nvidia-smi >/dev/null 2>&1; then \
+		echo "installing torch for CUDA"; $(PIP) install -q -c $(CONSTRAINTS) torch; \
+	else \
+		echo "installing torch for CPUs"; \
+		$(PIP) install -q --no-deps --retries 0 --timeout 10 -c $(CONSTRAINTS) --index-url $(TORCH_CPU_INDEX) torch \
+			2>/dev/null || $(PIP) install -q -c $(CONSTRAINTS) torch; \
+	fi
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(VENV)/.torch

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,6 +137,14 @@ def test_nothing_is_unpickled(trees: dict[Path, ast.Module]) -> None:
 
 def test_modules_stay_readable() -> None:
     assert not [str(path) for path in SOURCES if len(path.read_text(encoding="utf-8").splitlines()) > 400]
+
+
+def test_the_wheel_ships_every_file_of_the_package() -> None:
+    globs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["aserve"]
+    shipped = {path for pattern in globs for path in PACKAGE.glob(pattern)}
+    others = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert others <= shipped
+    assert all(any(PACKAGE.glob(pattern)) for pattern in globs), "a pattern that matches nothing"
 
 
 def test_top_level_is_the_agreed_one() -> None:

@@ -19,6 +19,7 @@ import pytest
 from aserve.config import EngineConfig
 from aserve.engine.async_engine import AsyncEngine
 from aserve.request import SamplingParams
+from aserve.scheduler.stats import SchedulerStats
 
 REFERENCE = Path(__file__).resolve().parent.parent / "reference" / "greedy_reference.json"
 MIN_MARGIN = 1e-3
@@ -69,10 +70,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def single_factors() -> Iterator[Case]:
-    """The base, then each other value of each factor alone."""
+    """The base, then each other value of each factor alone; and the cache off where it is hit with it on."""
     yield Case()
     for name, (_, *others) in FACTORS.items():
         yield from (Case(**{name: value}) for value in others)
+    yield Case(prefix_cache=False, chunk=64)
 
 
 def grid() -> list[Case]:
@@ -109,8 +111,11 @@ def test_greedy_tokens_equal_transformers_on_the_whole_grid(case: Case, referenc
 
 def check(case: Case, reference: list[dict[str, Any]]) -> None:
     """Run all prompts and compare by the margin rule."""
-    outputs, num_preemptions = asyncio.run(complete(case, reference))
+    outputs, stats = asyncio.run(complete(case, reference))
+    num_preemptions = stats.num_preemptions
     assert bool(num_preemptions) == (case.small_pool and case.batched), "preemption is what the small pool is for"
+    if not case.small_pool and (not case.batched or case.chunk < 4096):  # else all prompts start in one step
+        assert bool(stats.num_prefix_tokens_hit) == case.prefix_cache, "the prompts share beginnings"
     num_compared = 0
     for prompt, output in zip(reference, outputs, strict=True):
         clear = list(itertools.takewhile(lambda margin: margin >= MIN_MARGIN, prompt["margins"]))
@@ -120,8 +125,8 @@ def check(case: Case, reference: list[dict[str, Any]]) -> None:
     assert num_compared >= MIN_COMPARED * 64 * len(reference)
 
 
-async def complete(case: Case, reference: list[dict[str, Any]]) -> tuple[list[list[int]], int]:
-    """Return the tokens of each prompt and the number of preemptions."""
+async def complete(case: Case, reference: list[dict[str, Any]]) -> tuple[list[list[int]], SchedulerStats]:
+    """Return the tokens of each prompt and the counts at the end."""
     longest = max(len(prompt["prompt_token_ids"]) for prompt in reference) + 64
     async with AsyncEngine(case.config(longest)) as engine:
         prompts = [prompt["prompt_token_ids"] for prompt in reference]
@@ -129,7 +134,7 @@ async def complete(case: Case, reference: list[dict[str, Any]]) -> tuple[list[li
             outputs = await asyncio.gather(*(one(engine, prompt) for prompt in prompts))
         else:
             outputs = [await one(engine, prompt) for prompt in prompts]
-        return list(outputs), engine.stats().scheduler.num_preemptions
+        return list(outputs), engine.stats().scheduler
 
 
 async def one(engine: AsyncEngine, prompt: list[int]) -> list[int]:
