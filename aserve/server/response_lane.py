@@ -27,12 +27,13 @@ class KeptResponse:
     messages: list[Message]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class QueuedCreate:
     """A ``response.create`` that waits for its turn; it is checked when that comes, so that errors keep the order."""
 
     payload: Mapping[str, Any]
     num_bytes: int
+    is_cancelled: bool = False
 
 
 class LaneOwner(Protocol):
@@ -71,18 +72,26 @@ class Lane:
         while self.queue:
             async with self.owner.slots:
                 await self.owner.drain()
-                await self._respond(self.queue.popleft().payload)
+                await self._respond(self.queue.popleft())
         self.is_busy = False
         on_idle()
 
-    async def _respond(self, payload: Mapping[str, Any]) -> None:
+    def cancel(self) -> None:
+        """Cancel what runs, else the create whose turn is next; nothing to do in an idle lane."""
+        if self.running is not None:
+            self.running.cancel()
+        elif self.queue:  # its task has not come to it yet, or waits for a slot or for the peer
+            self.queue[0].is_cancelled = True
+
+    async def _respond(self, create: QueuedCreate) -> None:
         """Answer one create, with a response or an error event; a failed continuation evicts what it continued."""
+        payload = create.payload
         previous_id = payload.get("previous_response_id")
         try:
             self.owner.check_open()
             request = parse_create(payload, self.owner.state.engine.limits.vocab_size)
             messages = self._history(request.previous_response_id) + request.messages
-            status = await self._generate(request, messages)
+            status = await self._generate(request, messages, is_cancelled=create.is_cancelled)
         except Exception as error:  # one create's failure ends neither the lane nor the socket
             self._forget(previous_id)
             self.owner.send_error(error, self.stream_id)
@@ -90,8 +99,12 @@ class Lane:
             if status is ResponseStatus.FAILED:
                 self._forget(previous_id)
 
-    async def _generate(self, request: ResponseRequest, messages: list[Message]) -> ResponseStatus:
+    async def _generate(
+        self, request: ResponseRequest, messages: list[Message], *, is_cancelled: bool
+    ) -> ResponseStatus:
         run = ResponseRun(request, self._new_events(request), self.owner.state.engine, self.owner.outlet)
+        if is_cancelled:
+            run.cancel()
         self.running = run
         try:
             status = await run.execute(_with_instructions(request.instructions, messages))

@@ -140,11 +140,11 @@ class ResponsesSession:
         return lane
 
     def _cancel(self, response_id: object, stream_id: str | None) -> None:
-        """Cancel the named response, else what runs in the lane; one that has just ended needs nothing."""
+        """Cancel the named response, else the lane's current one; one that has just ended needs nothing."""
         if response_id is None:
             lane = self._lanes.get(stream_id)
-            if lane is not None and lane.running is not None:
-                lane.running.cancel()
+            if lane is not None:
+                lane.cancel()
             return
         for lane in self._lanes.values():
             if lane.running is not None and lane.running.response_id == response_id:

@@ -1,9 +1,11 @@
 """Continuation, order and parallelism on one socket (protocol.md 1.3 and 1.4)."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
+from doubles_engine import until
 from doubles_socket import (
     LIMITS,
     TERMINAL,
@@ -301,6 +303,51 @@ async def test_cancel_before_the_first_token_still_gives_a_whole_response() -> N
         while runner.launched:
             runner.complete_next()
         await live.become_idle()
+
+
+def in_one_write(socket: ClientConnection, *messages: dict[str, Any]) -> None:
+    """Send frames that reach the server in one segment."""
+    for message in messages:
+        socket.protocol.send_text(json.dumps(message).encode())
+    socket.transport.write(b"".join(socket.protocol.data_to_send()))
+
+
+@in_loop
+@pytest.mark.parametrize("stream_id", [None, "A"])
+async def test_a_cancel_in_one_segment_with_its_create_is_not_lost(stream_id: str | None) -> None:
+    async with scripted_server(step_time_s=0.002) as live, live.connect() as socket:
+        create = {"type": "response.create", "input": "count", "stream_id": stream_id}
+        in_one_write(socket, create, {"type": "response.cancel", "stream_id": stream_id})
+        async with asyncio.timeout(5):
+            events = await receive_until(socket, *TERMINAL)
+        assert kinds(events) == ["response.created", "response.in_progress", "response.incomplete"]
+        assert (events[-1]["response"]["status"], events[-1]["response"]["output"]) == ("cancelled", [])
+        assert text_of(await respond(socket, input="say next", stream_id=stream_id)) == "next"
+        await live.become_idle()
+
+
+@in_loop
+async def test_a_cancel_while_its_create_waits_for_a_slot_is_not_lost() -> None:
+    async with scripted_server(step_time_s=0.005) as live, live.connect() as socket:
+        for number in range(16):
+            await send(socket, input="count", stream_id=f"lane-{number}")
+        await until(lambda: live.engine.stats().num_open == 16)
+        await send(socket, input="count", stream_id="late")
+        await send(socket, "response.cancel", stream_id="late")
+        await send(socket, input="say next", stream_id="late")
+        for number in range(16):
+            await send(socket, "response.cancel", stream_id=f"lane-{number}")
+        late: list[dict[str, Any]] = []
+        async with asyncio.timeout(5):
+            while not late or late[-1]["type"] != "response.completed":
+                event = await receive(socket)
+                if event["stream_id"] == "late":
+                    late.append(event)
+        assert [event["response"]["status"] for event in late if event["type"] in TERMINAL] == [
+            "cancelled",
+            "completed",
+        ]
+        assert text_of(late) == "next"
 
 
 @in_loop
