@@ -39,7 +39,7 @@ class StepPlanner:
         self._waiting = WaitingQueue()
         self._prefills: list[Sequence] = []  # by rank
         self._decodes: list[Sequence] = []  # those to be served first in front
-        self._prompts_starved = False  # by decodes, in the step before
+        self._prompts_starved = False  # in the step before decodes left no token to any prompt
         self._blocked: tuple[Sequence, int] | None = None  # head of the queue and the surplus it could not start with
 
     @property
@@ -146,12 +146,12 @@ class StepPlanner:
         for seq in self._prefills.copy():
             chunk = self._budget.largest_chunk(remaining, seq.num_computed)
             if chunk == 0 and flight.sequences:
-                self._prompts_starved = True
+                self._prompts_starved = flight.plan.is_decode
                 return
             remaining -= self._plan_chunk(flight, seq, chunk)
         while self._waiting and not self._is_head_blocked():
             if remaining < 1.0:
-                self._prompts_starved = True
+                self._prompts_starved = flight.plan.is_decode
                 return
             seq = self._waiting.first
             if not self._start(seq):

@@ -1,5 +1,7 @@
 """What shares a step: budgets, order, fairness between prompts and decodes, policies."""
 
+import itertools
+
 import pytest
 from doubles_scheduler import StepLoop, make_limits, make_request
 
@@ -103,6 +105,31 @@ def test_a_long_prompt_does_not_stop_running_streams() -> None:
         plan = loop.turn()
         assert plan.num_decodes == 4
         assert [len(stream.token_ids) - number for stream, number in zip(streams, before, strict=True)] == [1] * 4
+
+
+@pytest.mark.parametrize("context_cost", [0.0, 0.01])
+def test_prompts_that_compete_do_not_stop_a_stream(context_cost: float) -> None:
+    """A prompt that waits for another prompt is not starved by decodes; those go on in every other step at least."""
+    limits = make_limits(
+        max_model_len=1100, num_pages=4000, max_num_batched_tokens=128, max_num_seqs=8, context_cost=context_cost
+    )
+    loop = StepLoop(limits, prefix_cache=False)
+    stream = loop.add(make_request("stream", [1], max_tokens=1000))
+    while not stream.token_ids:
+        loop.turn()
+    prompts = []
+    skipped = []
+    for turn in range(160):
+        if turn % 12 == 0:  # somewhat more than a step can take, so some always wait
+            prompts += [loop.add(make_request(f"p{turn}-{number}", [number] * 1000, max_tokens=2)) for number in (2, 3)]
+        plan = loop.turn()
+        skipped.append(not plan.num_decodes)
+        assert len(plan.rows) > plan.num_decodes, "no prompt got a token"
+    assert not any(pair == (True, True) for pair in itertools.pairwise(skipped)), "the stream stood still"
+    assert context_cost or not any(skipped)
+    assert sum(prompt.finish_reason is not None for prompt in prompts) >= (15 if not context_cost else 1)
+    loop.run(max_turns=10_000)
+    loop.check_outcomes()
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
