@@ -12,6 +12,7 @@ from aserve.request import Request
 from aserve.server.answer_head import AnswerHead
 from aserve.server.collect_sink import CollectSink
 from aserve.server.completion_frames import CompletionFrames, EchoedPrompt
+from aserve.server.echo_sink import EchoSink
 from aserve.server.errors import blaming
 from aserve.server.generation import collect, send_json, stream
 from aserve.server.json_body import read_json
@@ -46,12 +47,13 @@ class Completions:
         prompts = parse_prompts(fields.prompt, options.n, vocab_size)
         with blaming("prompt"):
             token_ids = [tuple(await state.engine.encode(prompt)) for prompt in prompts]
-            pairs = zip(prompts, token_ids, strict=True)
-            echoes = [self._echo(prompt, ids, options) if fields.echo else EchoedPrompt() for prompt, ids in pairs]
+            texts = [""] * len(prompts)
+            if fields.echo:
+                texts = await self._texts(prompts, skip_special_tokens=options.params.skip_special_tokens)
             choices = [
                 Choice(
                     request=head.request(ids, prompt * options.n + choice),
-                    echo=echoes[prompt],
+                    echo=EchoedPrompt(texts[prompt], ids),
                     logprobs=self._shaper(options),
                 )
                 for prompt, ids in enumerate(token_ids)
@@ -63,7 +65,7 @@ class Completions:
         requests = [choice.request for choice in choices]
         if head.options.is_streamed:
             builders = [CompletionFrames(head, place, one.echo, one.logprobs) for place, one in enumerate(choices)]
-            await stream(self._state, scope, send, requests, builders, head.usage_chunk)
+            await stream(self._state, scope, send, requests, builders, head.usage_chunk, EchoSink)
             return
         sinks = await collect(self._state, scope, requests)
         if head.options.params.logprobs is None:
@@ -72,11 +74,14 @@ class Completions:
             answer = await asyncio.to_thread(_render, head, choices, sinks)
         await send_json(send, answer)
 
-    def _echo(self, prompt: OnePrompt, token_ids: tuple[int, ...], options: AnswerOptions) -> EchoedPrompt:
-        if isinstance(prompt, str):
-            return EchoedPrompt(prompt, token_ids)
-        text = self._state.engine.tokenizer.decode(prompt, options.params.skip_special_tokens)
-        return EchoedPrompt(text, token_ids)
+    async def _texts(self, prompts: Sequence[OnePrompt], *, skip_special_tokens: bool) -> list[str]:
+        """Return the prompts as text; many long ones that came as token ids would hold up the loop."""
+        decode = self._state.engine.tokenizer.decode
+
+        def decode_all() -> list[str]:
+            return [prompt if isinstance(prompt, str) else decode(prompt, skip_special_tokens) for prompt in prompts]
+
+        return await asyncio.to_thread(decode_all)
 
     def _shaper(self, options: AnswerOptions) -> CompletionLogprobs | None:
         if options.params.logprobs is None:

@@ -115,6 +115,7 @@ async def stream(
     requests: Sequence[Request],
     builders: Sequence[FrameBuilder],
     closing_frame: Callable[[], bytes],
+    sink_type: type[StreamSink] = StreamSink,
 ) -> None:
     """Answer with server-sent events, one builder per request; ``closing_frame`` comes before ``[DONE]``.
 
@@ -124,7 +125,7 @@ async def stream(
     transport = transport_of(scope)
     outlet = Outlet(transport, KEEP_ALIVE)
     generation = Generation(state, transport)
-    sinks = generation.start(requests, lambda choice, on_end: StreamSink(outlet, builders[choice], on_end))
+    sinks = generation.start(requests, lambda choice, on_end: sink_type(outlet, builders[choice], on_end))
     try:
         await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
         outlet.open()

@@ -96,7 +96,8 @@ async def test_scoring_a_prompt_generates_nothing() -> None:
         assert logprobs["text_offset"] == starts
         chunks = events((await live.complete(text, stream=True, **options)).text)
         assert joined(chunks) == text
-        assert chunks[-1]["choices"][0]["logprobs"] == logprobs
+        assert [chunk["choices"][0]["logprobs"] for chunk in chunks] == [logprobs, None]
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, "length"]
         silent = (await live.complete(text, max_tokens=0)).json()
         assert (silent["choices"][0]["text"], silent["choices"][0]["finish_reason"]) == ("", "length")
 

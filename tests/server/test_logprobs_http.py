@@ -3,11 +3,29 @@
 import itertools
 import json
 import math
+import threading
 from typing import Any
 
 import pytest
-from doubles_http import CUE, GRIN, VOCAB, Live, demo_tokenizer, events, in_loop, joined, live_server, say
+from doubles_engine import until
+from doubles_http import (
+    CUE,
+    GRIN,
+    VOCAB,
+    Live,
+    count_up,
+    demo_tokenizer,
+    events,
+    in_loop,
+    joined,
+    live_server,
+    raw_post,
+    say,
+)
 from openai.types.chat import ChatCompletion
+
+from aserve.server.logprobs import CompletionLogprobs
+from aserve.tokenizer.tokenizer import Tokenizer
 
 TEXT = "Say 😀 kůň"
 IDS = demo_tokenizer().encode(TEXT)
@@ -116,3 +134,73 @@ async def test_the_legacy_shape_counts_offsets_from_an_echoed_prompt() -> None:
         for start, name in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
             if not name.startswith("bytes:") and name != "<|im_end|>":
                 assert text[start:].startswith(name)
+
+
+@in_loop
+async def test_what_grows_with_the_prompt_is_done_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[str, set[threading.Thread]] = {"decode": set(), "prompt": set()}
+    for owner, name in ((Tokenizer, "decode"), (CompletionLogprobs, "prompt")):
+        original = getattr(owner, name)
+
+        def record(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+            threads[name].add(threading.current_thread())
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, record)
+    async with live_server(count_up) as live:
+        for stream, usage in itertools.product((False, True), (False, True)):
+            fields: dict[str, Any] = {"echo": True, "logprobs": 20, "max_tokens": 5, "n": 2, "stream": stream}
+            if stream and usage:
+                fields["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+            answer = await live.complete([[5] * 3000, [6] * 2000], **fields)
+            assert answer.status_code == 200, answer.text
+    for seen in threads.values():
+        assert seen
+        assert threading.current_thread() not in seen
+
+
+@in_loop
+async def test_a_stream_says_of_its_prompt_what_one_answer_says() -> None:
+    async with live_server(count_up) as live:
+        prompts = [[*range(300, 700), *CUE], [8, *CUE], [9]]
+        fields: dict[str, Any] = {"echo": True, "logprobs": 3, "max_tokens": 4, "n": 2}
+        answer = strict_json((await live.complete(prompts, **fields)).text)
+        chunks = events((await live.complete(prompts, stream=True, **fields)).text)
+        for choice in answer["choices"]:
+            parts = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
+            assert "".join(part["text"] for part in parts) == choice["text"]
+            shown = [part["logprobs"] for part in parts if part["logprobs"]]
+            assert {name: [one for part in shown for one in part[name]] for name in shown[0]} == choice["logprobs"]
+
+
+@in_loop
+async def test_a_client_that_leaves_while_its_prompt_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
+    original = CompletionLogprobs.prompt
+
+    def wait(*args: Any) -> Any:
+        may_go_on.wait(10)
+        return original(*args)
+
+    monkeypatch.setattr(CompletionLogprobs, "prompt", wait)
+    async with live_server(count_up) as live:
+        body = {"prompt": [5, *CUE], "echo": True, "logprobs": 1, "stream": True, "max_tokens": 8000}
+        async with raw_post(live, "/v1/completions", body) as (reader, _):
+            await reader.readuntil(b"\r\n\r\n")
+            await until(lambda: live.engine.metrics.num_generation_tokens > 10)
+        await live.until_idle()
+        may_go_on.set()
+        await live.check_alive()
+
+
+@in_loop
+async def test_a_prompt_that_cannot_be_rendered_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise ValueError("private")
+
+    monkeypatch.setattr(CompletionLogprobs, "prompt", fail)
+    async with live_server(count_up) as live:
+        text = (await live.complete(echo=True, logprobs=1, stream=True, max_tokens=50)).text
+        assert [set(event) for event in events(text)] == [{"error"}]
+        assert "private" not in text
+        await live.until_idle(10)
