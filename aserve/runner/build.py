@@ -71,7 +71,7 @@ def assemble(
     layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype, device)
     max_num_seqs = resolve_max_num_seqs(config.max_num_seqs, device)
     size = resolve_pool_size(config, layout, shape.max_context_len, max_num_seqs, backend)
-    most_tokens = MAX_CPU_TOKENS if device.type == "cpu" else GPU_MAX_NUM_BATCHED_TOKENS
+    most_tokens = max(MAX_CPU_TOKENS, max_num_seqs) if device.type == "cpu" else GPU_MAX_NUM_BATCHED_TOKENS
     return DeviceParts(
         model=model,
         backend=backend,

@@ -42,7 +42,7 @@ def test_everything_resolved_is_logged_with_a_reason(files: ModelFiles, caplog: 
     assert limits.max_num_seqs == 32
     assert limits.max_model_len == MAX_CONTEXT
     assert limits.num_pages == 32 * MAX_CONTEXT // 16  # more than that nobody needs
-    assert limits.max_num_batched_tokens == 32 * (MAX_CONTEXT - 1) // 2  # so small a model is never the limit
+    assert limits.max_num_batched_tokens == 16 + 16 * (MAX_CONTEXT - 1)  # so small a model is never the limit
     runner.warm_up()
     assert len(runner.launch(single_plan([1, 2, 3], page_size=16)).result(timeout=10).token_ids) == 1
     runner.close()
@@ -55,6 +55,24 @@ def test_settings_are_taken_as_they_are(files: ModelFiles) -> None:
     assert {name: getattr(limits, name) for name in settings} == settings
     assert limits.context_cost == 0
     runner.warm_up()
+    runner.close()
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_the_smallest_sizes_there_are_can_be_served(files: ModelFiles, max_num_seqs: int) -> None:
+    runner = build_runner(config(max_num_seqs=max_num_seqs, max_model_len=2, page_size=1), files, frozenset())
+    assert runner.limits.max_num_batched_tokens == max_num_seqs
+    runner.warm_up()
+    assert len(runner.launch(single_plan([7], page_size=1)).result(timeout=10).token_ids) == 1
+    runner.close()
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_the_smallest_sizes_there_are_can_be_served(files: ModelFiles, max_num_seqs: int) -> None:
+    runner = build_runner(config(max_num_seqs=max_num_seqs, max_model_len=2, page_size=1), files, frozenset())
+    assert runner.limits.max_num_batched_tokens == max_num_seqs
+    runner.warm_up()
+    assert len(runner.launch(single_plan([7], page_size=1)).result(timeout=10).token_ids) == 1
     runner.close()
 
 
