@@ -1,10 +1,13 @@
 """All settings, their defaults, units and help texts: one frozen tree, made once.
 
 Flags override the TOML file, the file overrides the defaults; unknown keys are errors. "auto" and
-None are resolved once, where the value becomes known, and logged with the reason. What the device
-decides (the number of pages, say) is not a setting; see ``scheduler.limits.Limits``.
+None are resolved once, where the value becomes known, and logged with the reason. Types and ranges are checked
+wherever a section is made, from a file, from flags or in code. What the device decides (the number of pages, say) is
+not a setting; see ``scheduler.limits.Limits``.
 """
 
+import functools
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -59,6 +62,9 @@ class EngineConfig:
     trace_steps: int = option(256, "steps kept for the trace file that is written when the engine fails")
     trace_file: str | None = option(None, "where that trace goes; default: a file in the cache folder")
 
+    def __post_init__(self) -> None:
+        _check_section("engine", self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -76,6 +82,9 @@ class ServerConfig:
     max_connection_age_s: float = option(3600.0, "seconds a WebSocket may live")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "log level")
 
+    def __post_init__(self) -> None:
+        _check_section("server", self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -91,7 +100,7 @@ SECTIONS: dict[str, type] = {"engine": EngineConfig, "server": ServerConfig}
 def load_config(path: str | Path | None = None, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
     """Merge defaults, the TOML file at ``path`` and ``overrides`` (section -> key -> value).
 
-    Raises ConfigError for an unreadable file, an unknown section or key, or a value of the wrong type.
+    Raises ConfigError for an unreadable file, an unknown section or key, or a value of the wrong type or range.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for source in (_read_toml(path) if path else {}, overrides or {}):
@@ -110,16 +119,35 @@ def _read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def _build(cls: type, section: str, values: Mapping[str, Any]) -> Any:
-    hints = get_type_hints(cls)
-    if unknown := sorted(set(values) - set(hints)):
-        raise ConfigError(f"unknown setting {section}.{unknown[0]}; known: {', '.join(hints)}")
-    checked = {key: _check(f"{section}.{key}", value, hints[key]) for key, value in values.items()}
-    config = cls(**checked)
-    _check_ranges(section, config)
-    return config
+    if unknown := sorted(set(values) - set(_types_of(section))):
+        raise ConfigError(f"unknown setting {section}.{unknown[0]}; known: {', '.join(_types_of(section))}")
+    return cls(**values)
 
 
-def _check(name: str, value: Any, hint: Any) -> Any:
+@functools.cache
+def _types_of(section: str) -> dict[str, Any]:
+    return get_type_hints(SECTIONS[section])
+
+
+POSITIVE = {
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_memory_gib", "num_pages", "max_queued_requests",
+    "num_threads", "step_timeout_s", "trace_steps", "max_body_mib", "max_frame_mib", "stall_timeout_s",
+    "max_connection_age_s",
+}  # fmt: skip
+NOT_NEGATIVE = {"keep_alive_s", "drain_timeout_s"}
+BETWEEN = {"page_size": (1, 256), "port": (0, 65535)}
+
+
+def _check_section(section: str, config: Any) -> None:
+    """Check every field and store it in its own type (a list as a tuple, an int as a float); raises ConfigError."""
+    for key, hint in _types_of(section).items():
+        value = _check_type(f"{section}.{key}", getattr(config, key), hint)
+        if value is not None:
+            _check_range(f"{section}.{key}", key, value)
+        object.__setattr__(config, key, value)  # frozen for everybody else
+
+
+def _check_type(name: str, value: Any, hint: Any) -> Any:
     """Return ``value`` as ``hint`` wants it, or raise ConfigError."""
     if get_origin(hint) in (Union, UnionType):
         if value is None:
@@ -134,34 +162,28 @@ def _check(name: str, value: Any, hint: Any) -> Any:
             raise ConfigError(f"{name} must be a list of strings, got {value!r}")
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) < 2**63 else math.inf
+    if hint is str and isinstance(value, Path):
+        return str(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(f"{name} must be of type {hint.__name__}, got {value!r}")
     return value
 
 
-POSITIVE = {
-    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_memory_gib", "num_pages", "max_queued_requests",
-    "num_threads", "step_timeout_s", "max_body_mib", "max_frame_mib", "stall_timeout_s", "max_connection_age_s",
-}  # fmt: skip
-
-
-def _check_ranges(section: str, config: Any) -> None:
-    for setting in fields(config):
-        value = getattr(config, setting.name)
-        if setting.name in POSITIVE and value is not None and not value > 0:
-            raise ConfigError(f"{section}.{setting.name} must be positive, got {value!r}")
-    if isinstance(config, EngineConfig):
-        if not 1 <= config.page_size <= 256:
-            raise ConfigError(f"engine.page_size must be between 1 and 256, got {config.page_size}")
-        if not 0 < config.kv_memory_fraction <= 1:
-            raise ConfigError(f"engine.kv_memory_fraction must be in (0, 1], got {config.kv_memory_fraction}")
-    if isinstance(config, ServerConfig) and not 0 <= config.port <= 65535:
-        raise ConfigError(f"server.port must be between 0 and 65535, got {config.port}")
+def _check_range(name: str, key: str, value: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name} must be a finite number, got {value!r}")
+    if key in POSITIVE and not value > 0:
+        raise ConfigError(f"{name} must be positive, got {value!r}")
+    if key in NOT_NEGATIVE and value < 0:
+        raise ConfigError(f"{name} must not be negative, got {value!r}")
+    if key in BETWEEN and not BETWEEN[key][0] <= value <= BETWEEN[key][1]:
+        raise ConfigError(f"{name} must be between {BETWEEN[key][0]} and {BETWEEN[key][1]}, got {value!r}")
+    if key == "kv_memory_fraction" and not 0 < value <= 1:
+        raise ConfigError(f"{name} must be in (0, 1], got {value!r}")
 
 
 def setting_fields(section: str) -> list[tuple[Field[Any], Any]]:
     """Return ``(field, type)`` of each setting of a section, in order; the command line is built from it."""
-    cls = SECTIONS[section]
-    hints = get_type_hints(cls)
-    return [(setting, hints[setting.name]) for setting in fields(cls) if setting.default is not MISSING]
+    hints = _types_of(section)
+    return [(setting, hints[setting.name]) for setting in fields(SECTIONS[section]) if setting.default is not MISSING]

@@ -1,12 +1,13 @@
 """Settings: precedence, strictness and the examples that are shipped."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aserve.cli import build_parser, main, read_config
-from aserve.config import Config, load_config, setting_fields
+from aserve.config import Config, EngineConfig, ServerConfig, load_config, setting_fields
 from aserve.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +64,30 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, named: str) 
     with pytest.raises(ConfigError) as caught:
         load_config(file)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "key", "value"),
+    [
+        (EngineConfig, "page_size", 0), (EngineConfig, "page_size", 16.0), (EngineConfig, "page_size", None),
+        (EngineConfig, "kv_memory_gib", math.inf), (EngineConfig, "kv_memory_gib", math.nan),
+        (EngineConfig, "kv_memory_gib", 10**400), (EngineConfig, "kv_memory_fraction", 1.5),
+        (EngineConfig, "trace_steps", 0), (EngineConfig, "num_threads", -1), (EngineConfig, "device", "tpu"),
+        (EngineConfig, "overlap", 1), (EngineConfig, "model", 5), (EngineConfig, "max_num_seqs", True),
+        (ServerConfig, "keep_alive_s", -1), (ServerConfig, "drain_timeout_s", -1.0), (ServerConfig, "port", 65536),
+        (ServerConfig, "stall_timeout_s", math.inf), (ServerConfig, "allowed_origins", "*"),
+    ],
+)  # fmt: skip
+def test_code_meets_the_same_checks_as_a_file(cls: Any, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"(engine|server)\.{key} must "):
+        cls(**{key: value})
+
+
+def test_values_are_stored_in_their_own_type() -> None:
+    assert isinstance(EngineConfig(kv_memory_gib=1).kv_memory_gib, float)
+    assert ServerConfig(allowed_origins=["a"]).allowed_origins == ("a",)  # type: ignore[arg-type]
+    assert EngineConfig(model=Path("a/b")).model == "a/b"  # type: ignore[arg-type]
+    assert (ServerConfig(keep_alive_s=0).keep_alive_s, ServerConfig(drain_timeout_s=0).drain_timeout_s) == (0.0, 0.0)
 
 
 def test_the_command_line_reports_a_wrong_setting_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
