@@ -3,10 +3,10 @@
 Owns no behaviour beyond checking its own fields; knows nothing of sockets, tensors or the scheduler.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from aserve.errors import ClientError
 
@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
+MAX_INT32 = 2**31 - 1
 
 
 class FinishReason(StrEnum):
@@ -32,7 +33,8 @@ class SamplingParams:
     Defaults sample from the model's own distribution. ``temperature`` 0 is greedy. ``top_k`` 0 or -1 and ``min_p`` 0
     are off. ``logprobs`` is the number of alternatives reported beside the chosen token, None for no
     report at all; the same holds for ``prompt_logprobs``. ``max_tokens`` None means the rest of the
-    context. ``seed`` None takes fresh entropy.
+    context. ``seed`` None takes fresh entropy. ``stop`` may be given as one string or as a list, ``stop_token_ids``
+    as a list; they are stored as tuples. Raises ClientError that names the field for a wrong type or range.
     """
 
     max_tokens: int | None = None
@@ -55,23 +57,42 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_range("temperature", self.temperature, 0.0, 100.0)
-        self._check_range("top_p", self.top_p, 0.0, 1.0)
-        self._check_range("min_p", self.min_p, 0.0, 1.0)
-        self._check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        self._check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self._check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        self._check_range("top_k", self.top_k, -1, math.inf)
-        self._check_range("min_tokens", self.min_tokens, 0, math.inf)
-        if self.max_tokens is not None:
-            self._check_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                self._check_range(name, value, 0, MAX_LOGPROBS)
-        if self.seed is not None:
-            self._check_range("seed", self.seed, -(2**63), 2**64 - 1)
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, _as_tuple(getattr(self, name)))  # frozen for everybody else
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            self._check_type(name, getattr(self, name), (bool,), "true or false")
+        self._check_number("temperature", 0.0, 100.0)
+        self._check_number("top_p", 0.0, 1.0)
+        self._check_number("min_p", 0.0, 1.0)
+        self._check_number("presence_penalty", -2.0, 2.0)
+        self._check_number("frequency_penalty", -2.0, 2.0)
+        self._check_number("repetition_penalty", 0.01, 100.0)
+        self._check_integer("top_k", -1, MAX_INT32)
+        self._check_integer("min_tokens", 0, MAX_INT32)
+        self._check_integer("max_tokens", 0, MAX_INT32)
+        self._check_integer("logprobs", 0, MAX_LOGPROBS)
+        self._check_integer("prompt_logprobs", 0, MAX_LOGPROBS)
+        self._check_integer("seed", -(2**63), 2**64 - 1)
         self._check_logit_bias()
         self._check_stop()
+
+    def _check_number(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        self._check_type(name, value, (float, int), "a number")
+        self._check_range(name, value, low, high)
+
+    def _check_integer(self, name: str, low: int, high: int) -> None:
+        """None passes where it is the default: it says that the field is not used."""
+        value = getattr(self, name)
+        if value is None and name in ("max_tokens", "logprobs", "prompt_logprobs", "seed"):
+            return
+        self._check_type(name, value, (int,), "an integer")
+        self._check_range(name, value, low, high)
+
+    @staticmethod
+    def _check_type(name: str, value: object, kinds: tuple[type, ...], wanted: str) -> None:
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise ClientError(f"{name} must be {wanted}, got {value!r}", param=name)
 
     @staticmethod
     def _check_range(name: str, value: float, low: float, high: float) -> None:
@@ -79,22 +100,38 @@ class SamplingParams:
             raise ClientError(f"{name} must be between {low:g} and {high:g}, got {value!r}", param=name)
 
     def _check_logit_bias(self) -> None:
+        self._check_type("logit_bias", self.logit_bias, (Mapping,), "a mapping of token ids to numbers")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise ClientError(f"logit_bias has more than {MAX_LOGIT_BIAS} entries", param="logit_bias")
-        for bias in self.logit_bias.values():
+        for token_id, bias in self.logit_bias.items():
+            self._check_type("logit_bias", token_id, (int,), "a mapping of token ids to numbers")
+            self._check_type("logit_bias", bias, (float, int), "a mapping of token ids to numbers")
             self._check_range("logit_bias", bias, -100.0, 100.0)
 
     def _check_stop(self) -> None:
+        self._check_type("stop", self.stop, (tuple,), "a string or a list of strings")
+        self._check_type("stop_token_ids", self.stop_token_ids, (tuple,), "a list of token ids")
+        for token_id in self.stop_token_ids:
+            self._check_type("stop_token_ids", token_id, (int,), "a list of token ids")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise ClientError(f"stop has more than {MAX_STOP_STRINGS} entries", param="stop")
-        if any(not text or len(text) > MAX_STOP_CHARS for text in self.stop):
-            raise ClientError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters", param="stop")
+        for text in self.stop:
+            self._check_type("stop", text, (str,), "a string or a list of strings")
+            if not text or len(text) > MAX_STOP_CHARS:
+                raise ClientError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters", param="stop")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ClientError if a token id named here is outside ``[0, vocab_size)``."""
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             if any(not 0 <= token_id < vocab_size for token_id in ids):
                 raise ClientError(f"{name} names a token id outside [0, {vocab_size})", param=name)
+
+
+def _as_tuple(value: Any) -> Any:
+    """Return a list as a tuple and a string as a tuple of one; anything else stays, to be refused or taken."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,31 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
+    [
+        ("max_tokens", 2.5), ("max_tokens", True), ("max_tokens", "5"), ("min_tokens", 1.0), ("min_tokens", None),
+        ("top_k", 2.0), ("top_k", 2**31), ("prompt_logprobs", 2.0), ("logprobs", True), ("seed", 1.5),
+        ("temperature", "1"), ("temperature", None), ("temperature", True), ("top_p", [1]), ("ignore_eos", 1),
+        ("skip_special_tokens", None), ("stop", 5), ("stop", None), ("stop", (5,)), ("stop", {"a"}),
+        ("stop_token_ids", 5), ("stop_token_ids", "12"), ("stop_token_ids", (1.0,)), ("stop_token_ids", (True,)),
+        ("logit_bias", []), ("logit_bias", None), ("logit_bias", {"1": 1.0}), ("logit_bias", {1: "1"}),
+    ],
+)  # fmt: skip
+def test_values_of_a_wrong_type_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ClientError) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+    assert name in caught.value.message
+
+
+def test_one_stop_string_and_lists_are_stored_as_tuples() -> None:
+    given: Any = {"stop": "END", "stop_token_ids": [1, 2]}
+    assert SamplingParams(**given) == SamplingParams(stop=("END",), stop_token_ids=(1, 2))
+    given = {"stop": ["END", "."]}
+    assert SamplingParams(**given).stop == ("END", ".")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
     [("top_p", 0.0), ("top_k", 10**9), ("top_k", -1), ("seed", -1), ("seed", 2**64 - 1), ("max_tokens", 0)],
 )
 def test_edges_are_accepted(name: str, value: Any) -> None:
