@@ -325,7 +325,7 @@ class AsyncEngine:
             stream = self._steps.remove(request_id) if self.failure else self._steps.abort(request_id, reason)
             if stream is not None and not stream.is_finished:
                 self.metrics.num_aborts += reason is FinishReason.ABORT
-                stream.fail(error, now, reason)
+                stream.break_off(error, now, reason)
 
     def _watch_steps(self) -> None:
         """Look now and then whether the device still makes progress; report a stall once."""

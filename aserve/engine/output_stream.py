@@ -3,6 +3,8 @@
 One per request, called by the step loop on the event loop's thread. Knows neither scheduler nor sockets.
 """
 
+import logging
+
 from aserve.engine.sink import Sink
 from aserve.errors import AserveError
 from aserve.metrics import Metrics
@@ -10,6 +12,8 @@ from aserve.request import FinishReason, Request, RequestOutput
 from aserve.scheduler.delta import SequenceDelta
 from aserve.tokenizer.stop_strings import StopStringFilter
 from aserve.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class OutputStream:
@@ -104,6 +108,16 @@ class OutputStream:
         if not self.is_finished:
             self._finish(reason, now)
             self.sink.fail(error)
+
+    def break_off(self, error: AserveError, now: float, reason: FinishReason = FinishReason.ERROR) -> None:
+        """Fail whatever state the sink is in; one that raises is left alone, so that others can be told."""
+        try:
+            if self.is_finished:  # the sink raised at its last output, which is counted already
+                self.sink.fail(error)
+            else:
+                self.fail(error, now, reason)
+        except Exception:
+            logger.exception("request %s: its sink cannot be told that it failed", self._request_id)
 
     def _deliver_rare(self, delta: SequenceDelta, now: float) -> bool:
         """Deliver the first delta, the last, one without a token or with several."""

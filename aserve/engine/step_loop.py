@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from aserve.engine.output_stream import OutputStream
 from aserve.engine.process_tuning import ProcessTuning
 from aserve.engine.trace import TraceRing
+from aserve.errors import AserveError
 from aserve.metrics import Metrics
 from aserve.request import FinishReason, Request
 from aserve.runner.base import ModelRunner
@@ -210,8 +211,8 @@ class StepLoop:
                     self._abort_sequence(delta.request_id, FinishReason.STOP)
             except Exception:
                 logger.exception("request %s: its sink or detokenizer failed", delta.request_id)
-                stream.is_finished = True
                 self._abort_sequence(delta.request_id, FinishReason.ERROR)
+                stream.break_off(AserveError("the output could not be delivered"), now)
             if stream.is_finished and self.streams.get(delta.request_id) is stream:
                 self.remove(delta.request_id)
 

@@ -149,6 +149,82 @@ async def test_one_rows_failure_is_its_own():
         assert engine.metrics.finished[FinishReason.ERROR] == 1
 
 
+class RaisingSink(RecordingSink):
+    """Raises at the output with this number."""
+
+    def __init__(self, place, is_deaf=False):
+        super().__init__()
+        self.place = place
+        self.is_deaf = is_deaf
+
+    def put(self, output):
+        if len(self.outputs) == self.place:
+            raise BrokenPipeError
+        super().put(output)
+
+    def fail(self, error):
+        if self.is_deaf:
+            raise BrokenPipeError
+        super().fail(error)
+
+
+async def test_a_sink_that_raises_is_told_that_its_request_failed_and_others_go_on():
+    sinks = {"first": RaisingSink(0), "later": RaisingSink(3), "last": RaisingSink(9), "deaf": RaisingSink(2, True)}
+    async with running_engine(ScriptedRunner(LIMITS, letters)) as engine:
+        good = RecordingSink()
+        for name, sink in (sinks | {"good": good}).items():
+            engine.add(request(name, "abc", max_tokens=10), sink)
+        await until(lambda: not engine.stats().num_open)
+        assert engine.is_ready
+        assert good.finish_reason is FinishReason.LENGTH
+        for name, sink in sinks.items():
+            assert (sink.error is None) == (name == "deaf")
+            assert sink.num_late_calls == 0
+            assert len(sink.outputs) == sink.place
+        # the last output of "last" was counted before its sink raised
+        assert engine.metrics.finished[FinishReason.ERROR] == 3
+        assert engine.metrics.finished[FinishReason.LENGTH] == 2
+        await until(lambda: not engine._steps.num_in_flight)
+
+
+class HoarseTokenizer(LetterTokenizer):
+    """Its detokenizers raise at a "q"."""
+
+    def detokenizer(self, skip_special_tokens):
+        detokenizer = super().detokenizer(skip_special_tokens)
+        push = detokenizer.push
+
+        def raise_at_q(token_ids):
+            if ord("q") in token_ids:
+                raise KeyError("q")
+            return push(token_ids)
+
+        detokenizer.push = raise_at_q
+        return detokenizer
+
+
+async def test_a_detokenizer_that_raises_fails_its_request():
+    async with running_engine(ScriptedRunner(LIMITS, speak("abqc", 1)), HoarseTokenizer()) as engine:
+        sink = RecordingSink()
+        engine.add(request("r", "x"), sink)
+        await until(lambda: sink.is_ended)
+        assert sink.error is not None
+        assert sink.text == "ab"
+        assert engine.metrics.finished[FinishReason.ERROR] == 1
+        await until(lambda: not engine._steps.num_in_flight)
+
+
+async def test_a_deaf_sink_does_not_keep_a_failure_from_the_others():
+    runner = ScriptedRunner(LIMITS, letters)
+    runner.fail_step(3, RuntimeError("the device is gone"))
+    async with running_engine(runner, trace_file="/dev/null/trace") as engine:
+        sinks = [RaisingSink(-1, is_deaf=True), RecordingSink()]
+        for number, sink in enumerate(sinks):
+            engine.add(request(str(number), "abc"), sink)
+        await until(lambda: sinks[1].is_ended)
+        assert isinstance(sinks[1].error, EngineDeadError)
+
+
 async def test_a_failed_step_fails_everyone_at_once_and_leaves_a_trace(tmp_path):
     runner = ScriptedRunner(LIMITS, letters)
     runner.fail_step(5, RuntimeError("the device is gone"))
