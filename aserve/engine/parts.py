@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from aserve.config import EngineConfig
+from aserve.kernels.cpu.library import build_ahead
 from aserve.model_files import ModelFiles
 from aserve.runner.base import ModelRunner
 from aserve.tokenizer.tokenizer import Tokenizer
@@ -28,6 +29,8 @@ class EngineParts:
 def load_parts(config: EngineConfig, runner: ModelRunner | None, tokenizer: Tokenizer | None) -> EngineParts:
     """Locate and load the model, unless ``runner`` and ``tokenizer`` are given, and run the warm-up steps."""
     name = config.served_model_name or config.model or "scripted"
+    if runner is None and config.device != "cuda":
+        build_ahead()
     if runner is None or tokenizer is None:
         files = _locate(config)
         name = config.served_model_name or files.name

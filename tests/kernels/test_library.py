@@ -4,6 +4,7 @@ import ctypes
 import logging
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import torch
 from doubles_kernels import variants
 
 from aserve.attention.registry import resolve_backend
+from aserve.config import EngineConfig
+from aserve.engine import parts
+from aserve.errors import ConfigError
 from aserve.kernels.choose import choose_operators
 from aserve.kernels.cpu import library
 from aserve.kernels.cpu.library import KernelError, build, find_compiler, native_flags, refusal, variant
@@ -57,6 +61,43 @@ def test_a_library_is_compiled_once_whoever_comes_first(empty_cache: Path, monke
     assert build(["-O0"]) == path
     assert path.stat().st_mtime_ns == modified_at
     assert ctypes.CDLL(str(path)).pool_create is not None
+
+
+def test_what_is_built_ahead_is_not_built_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_compiling, may_finish = threading.Event(), threading.Event()
+    compiled: list[Path] = []
+
+    def compile_slowly(compiler: object, flags: object, path: Path) -> None:
+        compiled.append(path)
+        is_compiling.set()
+        assert may_finish.wait(10)
+        path.parent.mkdir(parents=True)
+        path.touch()
+
+    monkeypatch.setattr(library, "_compile", compile_slowly)
+    thread = library.build_ahead()
+    assert is_compiling.wait(10)
+    threading.Timer(0.1, may_finish.set).start()
+    path = build(native_flags())
+    thread.join(10)
+    assert compiled == [path]
+
+
+def test_a_failure_ahead_is_met_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/bin/false")
+    library.build_ahead().join(10)
+    with pytest.raises(KernelError, match="/bin/false failed"):
+        build(native_flags())
+    assert not empty_cache.exists()
+
+
+def test_an_engine_compiles_while_it_locates_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(parts, "build_ahead", lambda: started.append(None))
+    for device in ("cpu", "cuda"):
+        with pytest.raises(ConfigError):
+            parts.load_parts(EngineConfig(model="/no/such/model", device=device), None, None)  # type: ignore[arg-type]
+        assert len(started) == 1
 
 
 def test_other_flags_or_another_cpu_get_another_library(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

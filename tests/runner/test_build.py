@@ -67,15 +67,6 @@ def test_the_smallest_sizes_there_are_can_be_served(files: ModelFiles, max_num_s
     runner.close()
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2])
-def test_the_smallest_sizes_there_are_can_be_served(files: ModelFiles, max_num_seqs: int) -> None:
-    runner = build_runner(config(max_num_seqs=max_num_seqs, max_model_len=2, page_size=1), files, frozenset())
-    assert runner.limits.max_num_batched_tokens == max_num_seqs
-    runner.warm_up()
-    assert len(runner.launch(single_plan([7], page_size=1)).result(timeout=10).token_ids) == 1
-    runner.close()
-
-
 def test_the_context_is_cut_to_the_pages(files: ModelFiles, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     runner = build_runner(config(num_pages=2, page_size=16, max_num_batched_tokens=8), files, frozenset())

@@ -17,8 +17,6 @@ class FormulaMachine:
         self.largest_s = 0.0
         self.num_rows = 8
         self.num_slow_steps = 0  # that take ten times as long, at first
-        self.num_rows = 8
-        self.num_slow_steps = 0  # that take ten times as long, at first
         self._fixed_s, self._token_s, self._key_s = fixed_s, token_s, key_s
 
     def execute(self, plan: StepPlan) -> StepTokens:
@@ -26,9 +24,6 @@ class FormulaMachine:
         assert len(plan.rows) <= self.num_rows
         num_keys = sum(count * computed for computed, count in zip(plan.num_computed, plan.num_scheduled, strict=True))
         step_s = self._fixed_s + self._token_s * plan.num_tokens + self._key_s * num_keys
-        if self.num_slow_steps > 0:
-            self.num_slow_steps -= 1
-            step_s *= 10
         if self.num_slow_steps > 0:
             self.num_slow_steps -= 1
             step_s *= 10

@@ -4,6 +4,7 @@ The shared library goes to the cache folder under a name made from all that it d
 compiler or CPU gets its own. Where it cannot be built ``refusal`` says why, and callers use torch instead.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -13,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ COMPILERS = ("cc", "gcc", "clang")
 COMMON_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread")
 NATIVE_FLAGS = {"x86_64": "-march=native", "amd64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 COMPILE_TIMEOUT_S = 120.0
+BUILDING = threading.Lock()  # who waits for it finds the library built
 
 
 class KernelError(ConfigError):
@@ -85,11 +88,28 @@ def build(flags: Sequence[str]) -> Path:
     compiler = find_compiler()
     all_flags = (*COMMON_FLAGS, *flags)
     path = cache_folder() / "kernels" / f"{_fingerprint(compiler, all_flags)}.so"
-    if not path.exists():
-        started_at_s = time.perf_counter()
-        _compile(compiler, all_flags, path)
-        log.info("compiled the C kernels in %.1f s: %s", time.perf_counter() - started_at_s, path)
+    with BUILDING:
+        if not path.exists():
+            started_at_s = time.perf_counter()
+            _compile(compiler, all_flags, path)
+            log.info("compiled the C kernels in %.1f s: %s", time.perf_counter() - started_at_s, path)
     return path
+
+
+def build_ahead() -> threading.Thread:
+    """Compile in the background what ``load_kernels`` will ask for, while the caller imports torch, say.
+
+    A failure is not reported here: ``load_kernels`` meets it again.
+    """
+
+    def build_quietly() -> None:
+        with contextlib.suppress(KernelError):
+            if native_flags():
+                build(native_flags())
+
+    thread = threading.Thread(target=build_quietly, name="aserve-compile", daemon=True)
+    thread.start()
+    return thread
 
 
 def find_compiler() -> Compiler:
