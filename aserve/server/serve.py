@@ -5,6 +5,7 @@ The port is bound and answers probes before the weights load. uvicorn runs in th
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75  # of an idle connection: longer than the minute for which most balancers reuse one
 GRACE_S = 1  # for the last frames to leave when the server closes
+ABSENT_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 FAILURE_POLL_S = 0.2
 FAILURE_GRACE_S = 1.0  # probes and clients learn of a failure before the process exits
 
@@ -138,13 +140,26 @@ def run_server(config: Config, engine: AsyncEngine | None = None) -> int:
 
 
 def bind(config: ServerConfig) -> list[socket.socket]:
-    """Return listening sockets, one for each address of ``host``; one only if the port is to be a free one."""
+    """Return listening sockets, one for each address of ``host``; one only if the port is to be a free one.
+
+    An address that this machine does not have (``localhost`` often names ::1 where there is no IPv6) is left out,
+    unless there is no other.
+    """
     listeners: list[socket.socket] = []
+    absent: OSError | None = None
     try:
         found = socket.getaddrinfo(config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
-        for family, address in addresses if config.port else addresses[:1]:
-            listeners.append(socket.create_server(address[:2], family=family, backlog=2048))
+        for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+            try:
+                listeners.append(socket.create_server(address[:2], family=family, backlog=2048))
+            except OSError as error:
+                if error.errno not in ABSENT_ADDRESS:
+                    raise
+                absent = error
+            if listeners and not config.port:
+                break
+        if absent is not None and not listeners:
+            raise absent
     except OSError as error:
         for listener in listeners:
             listener.close()

@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -224,3 +224,46 @@ def test_a_taken_port_is_said_plainly() -> None:
             bind(ServerConfig(port=port))
     with pytest.raises(ConfigError, match=r"no\.such\.host"):
         bind(ServerConfig(host="no.such.host.invalid", port=port))
+
+
+@pytest.fixture
+def resolve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let every host name stand for the given addresses."""
+
+    def to(*found: tuple[int, str]) -> None:
+        def answer(host: str, port: int, **hints: Any) -> list[Any]:
+            return [(family, socket.SOCK_STREAM, 6, "", (address, port)) for family, address in found]
+
+        monkeypatch.setattr(socket, "getaddrinfo", answer)
+
+    return to
+
+
+ABSENT = (socket.AF_INET, "192.0.2.1")  # of a block that no machine has (RFC 5737)
+UNKNOWN_FAMILY = (socket.AF_IPX, "127.0.0.1")
+PRESENT = (socket.AF_INET, "127.0.0.1")
+
+
+@pytest.mark.parametrize("absent", [ABSENT, UNKNOWN_FAMILY])
+def test_an_address_that_is_not_there_is_left_out(resolve: Callable[..., None], absent: tuple[int, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for found in ((absent, PRESENT), (PRESENT, absent)):
+        resolve(*found)
+        for wanted in (0, port):
+            (listener,) = bind(ServerConfig(host="localhost", port=wanted))
+            with listener:
+                assert listener.getsockname()[0] == "127.0.0.1"
+    resolve(absent)
+    with pytest.raises(ConfigError, match="cannot listen on localhost"):
+        bind(ServerConfig(host="localhost", port=port))
+
+
+def test_a_taken_address_is_not_left_out(resolve: Callable[..., None]) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = taken.getsockname()[1]
+        resolve(PRESENT, (socket.AF_INET, "127.0.0.2"))
+        with pytest.raises(ConfigError, match="cannot listen on localhost"):
+            bind(ServerConfig(host="localhost", port=port))
+    with socket.create_server(("127.0.0.1", port)):  # and nothing was left listening
+        pass
