@@ -1,93 +1,96 @@
-"""``aserve generate``: prompts in, completions out, as JSON lines."""
+"""``aserve generate``: prompts in, completions out, as JSON lines in the order of the prompts.
+
+A line is written as soon as it and those before it are done, so an interrupt keeps what was finished.
+"""
 
 import argparse
+import asyncio
 import contextlib
-import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import IO, Any, Literal
 
 import orjson
 
+from aserve.commands.prompt_lines import PromptLine, read_lines
 from aserve.commands.sampling import sampling_params
-from aserve.config import Config
-from aserve.engine.llm import LLM, CompletedOutput
-from aserve.errors import ClientError
-from aserve.request import SamplingParams
+from aserve.config import Config, EngineConfig
+from aserve.engine.async_engine import AsyncEngine
+from aserve.errors import AserveError, ClientError
+from aserve.request import RequestOutput
 
-Prompt = str | list[int] | list[dict[str, Any]]
-OVERRIDES = {setting.name for setting in dataclasses.fields(SamplingParams)}
+Answer = dict[str, Any]
+"""What is written for one prompt; it has ``error`` if there is no completion."""
 
 
 def run(arguments: argparse.Namespace, config: Config) -> int:
     """Complete every prompt; returns 1 if one of them failed."""
     defaults = sampling_params(arguments)
-    items = [{"prompt": prompt} for prompt in arguments.prompt]
+    lines = [PromptLine(prompt, defaults) for prompt in arguments.prompt]
     if arguments.input:
         with _open(arguments.input, "rb", sys.stdin.buffer) as source:
-            items.extend(_read_items(source))
-    if not items:
+            lines.extend(read_lines(source, defaults))
+    if not lines:
         raise ClientError("nothing to generate: give --prompt or --input")
-    prompts = [_prompt(item) for item in items]
-    params = [_params(item, defaults) for item in items]
-    with LLM(config.engine) as llm, _open(arguments.output, "wb", sys.stdout.buffer) as target:
-        outputs = llm.generate(prompts, params)
-        for item, output in zip(items, outputs, strict=True):
-            target.write(orjson.dumps(_line(item, output), option=orjson.OPT_APPEND_NEWLINE))
-        target.flush()
-    return int(any(output.error for output in outputs))
+    num_failed = 0
+    with _open(arguments.output, "wb", sys.stdout.buffer) as target:
+
+        def write(answer: Answer) -> None:
+            nonlocal num_failed
+            num_failed += "error" in answer
+            target.write(orjson.dumps(answer, option=orjson.OPT_APPEND_NEWLINE))
+            target.flush()
+
+        asyncio.run(complete_all(config.engine, lines, write))
+    return int(num_failed > 0)
 
 
-def _open(name: str, mode: Literal["rb", "wb"], standard: BinaryIO) -> contextlib.AbstractContextManager[BinaryIO]:
+def _open(name: str, mode: Literal["rb", "wb"], standard: IO[bytes]) -> contextlib.AbstractContextManager[IO[bytes]]:
     """Open a file, or borrow a standard stream for '-'."""
     if name == "-":
         return contextlib.nullcontext(standard)
     try:
-        return cast(BinaryIO, Path(name).open(mode))
+        return Path(name).open(mode)
     except OSError as error:
         raise ClientError(f"cannot open {name}: {error.strerror}") from error
 
 
-def _read_items(source: BinaryIO) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(source, start=1):
-        if not line.strip():
-            continue
-        try:
-            item = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise ClientError(f"line {number} is not JSON: {error}") from error
-        if not isinstance(item, dict) or not ("prompt" in item or "messages" in item):
-            raise ClientError(f"line {number} needs 'prompt' or 'messages'")
-        yield item
+async def complete_all(config: EngineConfig, lines: Sequence[PromptLine], write: Callable[[Answer], None]) -> None:
+    """Run the lines and hand their answers to ``write`` in order; the batch is kept full, the queue short."""
+    loop = asyncio.get_running_loop()
+    answers: list[asyncio.Future[Answer]] = [loop.create_future() for _ in lines]
+    places = iter(range(len(lines)))
+    async with AsyncEngine(config) as engine, asyncio.TaskGroup() as group:
+
+        async def work() -> None:
+            for place in places:
+                answers[place].set_result(await _complete(engine, lines[place]))
+
+        for _ in range(min(len(lines), 2 * engine.limits.max_num_seqs, config.max_queued_requests)):
+            group.create_task(work())
+        for answer in answers:
+            write(await answer)
 
 
-def _prompt(item: dict[str, Any]) -> Prompt:
-    prompt: Prompt = item["messages"] if "messages" in item else item["prompt"]
-    return prompt
-
-
-def _params(item: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
-    """Apply the sampling fields of one line, if any, over the flags."""
-    given: dict[str, Any] = {name: value for name, value in item.items() if name in OVERRIDES and value is not None}
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
-    for name in ("stop", "stop_token_ids"):
-        if name in given:
-            given[name] = tuple(given[name])
-    if "logit_bias" in given:
-        given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+async def _complete(engine: AsyncEngine, line: PromptLine) -> Answer:
+    if line.error is not None:
+        return line.labels | {"error": line.error}
+    whole: RequestOutput | None = None
     try:
-        return dataclasses.replace(defaults, **given)
-    except TypeError as error:
-        raise ClientError(f"a sampling field has the wrong type: {error}") from error
+        async for output in engine.generate(line.prompt, line.params):
+            if whole is None:
+                whole = output
+            else:
+                whole.merge(output)
+    except AserveError as error:
+        return line.labels | {"error": str(error)}
+    assert whole is not None  # a request ends with an output or an error
+    return line.labels | _describe(whole)
 
 
-def _line(item: dict[str, Any], output: CompletedOutput) -> dict[str, Any]:
-    line = {key: item[key] for key in ("id", "custom_id") if key in item}
-    if output.error:
-        return line | {"error": output.error}
-    return line | {
+def _describe(output: RequestOutput) -> Answer:
+    answer: Answer = {
         "text": output.text,
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
@@ -95,3 +98,7 @@ def _line(item: dict[str, Any], output: CompletedOutput) -> dict[str, Any]:
         "num_output_tokens": output.num_output_tokens,
         "num_cached_tokens": output.num_cached_tokens,
     }
+    for name in ("logprobs", "prompt_logprobs"):
+        if (entries := getattr(output, name)) is not None:
+            answer[name] = entries
+    return answer
