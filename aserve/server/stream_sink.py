@@ -14,7 +14,7 @@ from aserve.server.transport import FrameTransport
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING_BYTES = 1 << 20
+MAX_PENDING_BYTES = 4 << 20  # merged, over all requests of a connection
 FAILURES = (FinishReason.ABORT, FinishReason.ERROR)
 
 
@@ -39,6 +39,7 @@ class Outlet:
         self._keep_alive = keep_alive
         self._is_open = False
         self._waiting: list[StreamSink] = []
+        self._held_bytes = 0  # that waiting sinks have merged
         self._silent_beats = 0
         self._stalled_beats = 0
 
@@ -67,6 +68,16 @@ class Outlet:
     def wait(self, sink: "StreamSink") -> None:
         """Flush ``sink`` when the peer has caught up."""
         self._waiting.append(sink)
+
+    def hold(self, num_bytes: int) -> None:
+        """Learn that a waiting sink has merged that much; cut off a peer that much waits for."""
+        self._held_bytes += num_bytes
+        if self._held_bytes > MAX_PENDING_BYTES:
+            self.cut_off(f"{self._held_bytes} bytes wait for it")
+
+    def release(self, num_bytes: int) -> None:
+        """Learn that what a sink held is no longer held."""
+        self._held_bytes -= num_bytes
 
     def cut_off(self, reason: str) -> None:
         """Cut the connection of a peer that does not read."""
@@ -123,13 +134,14 @@ class StreamSink:
             self.fail(EngineDeadError("the request was ended by the server"))
             return
         outlet = self._outlet
-        self._is_over = reason is not None
         if self._pending is None and outlet.is_writable:
             for frame in self._builder.frames(output):
                 outlet.write(frame)
             if reason is not None:
+                self._is_over = True
                 self._on_end()
         else:
+            self._is_over = reason is not None
             self._keep(output)
 
     def fail(self, error: AserveError) -> None:
@@ -147,7 +159,9 @@ class StreamSink:
 
     def flush(self) -> None:
         """Write what waits."""
-        pending, self._pending, self._merged_bytes = self._pending, None, 0
+        pending, self._pending = self._pending, None
+        self._outlet.release(self._merged_bytes)
+        self._merged_bytes = 0
         frames = [] if pending is None else [*self._builder.frames(pending)]
         if self._error is not None:
             self.has_failed = True
@@ -163,9 +177,9 @@ class StreamSink:
             self._outlet.wait(self)
             return
         self._pending.merge(output)
-        self._merged_bytes += size_of(output)
-        if self._merged_bytes > MAX_PENDING_BYTES:
-            self._outlet.cut_off(f"{self._merged_bytes} bytes wait for it")
+        num_bytes = size_of(output)
+        self._merged_bytes += num_bytes
+        self._outlet.hold(num_bytes)
 
 
 def size_of(output: RequestOutput) -> int:

@@ -156,6 +156,40 @@ def test_what_waits_is_bounded(logprobs: bool) -> None:
     assert stream.transport.frames == []
 
 
+def test_the_bound_holds_for_all_requests_of_a_connection() -> None:
+    transport = Transport()
+    outlet = Outlet(transport)
+    outlet.open()
+    sinks = [StreamSink(outlet, Words(), lambda: None) for _ in range(128)]
+    text = "x" * (MAX_PENDING_BYTES // 1280)  # 0.2 % of the bound
+
+    def put_all(times: int) -> None:
+        for sink in sinks * times:
+            sink.put(output(text))
+
+    for _ in range(5):  # what has been written is no longer held
+        transport.is_writable = False
+        put_all(4)
+        assert not transport.is_aborted
+        transport.drain()
+    transport.is_writable = False
+    put_all(8)
+    assert transport.is_aborted
+
+
+def test_a_frame_that_cannot_be_built_ends_in_an_error() -> None:
+    class Broken(Words):
+        def frames(self, output: RequestOutput) -> Sequence[bytes]:
+            raise ValueError("broken")
+
+    stream = Stream()
+    stream.sink._builder = Broken()
+    with pytest.raises(ValueError, match="broken"):
+        stream.sink.put(output("last", FinishReason.STOP))
+    stream.sink.fail(AserveError("told by the engine"))
+    assert (stream.transport.frames, stream.ends) == ([b"error: told by the engine"], 1)
+
+
 def beat(outlet: Outlet, times: int) -> None:
     for _ in range(times):
         outlet.beat(keep_alive_beats=3, stall_beats=5)
