@@ -47,7 +47,7 @@ class RadixTree:
         self.page_size = page_size
         self.root = RadixNode(None, [], [], 0)
         self.num_evictable = 0  # pages in nodes without a lock
-        self.num_locked = 0
+        self.num_nodes = 0  # without the root
         self._clock = 0
         self._num_queued = 0  # breaks ties, so that nodes are never compared
         # Each unlocked leaf stands here once, with a time no later than its own. Entries of nodes that
@@ -76,6 +76,7 @@ class RadixTree:
             return node, known
         leaf = RadixNode(node, keys[num_known:], list(pages[num_known:]), self._clock)
         node.children[leaf.keys[0]] = leaf
+        self.num_nodes += 1
         self.num_evictable += len(leaf.pages)
         self._queue(leaf)
         return leaf, known + leaf.pages
@@ -86,7 +87,6 @@ class RadixTree:
         while step is not None:
             if step.num_locks == 0:
                 self.num_evictable -= len(step.pages)
-                self.num_locked += len(step.pages)
             step.num_locks += 1
             step = step.parent
 
@@ -98,7 +98,6 @@ class RadixTree:
             step.num_locks -= 1
             if step.num_locks == 0:
                 self.num_evictable += len(step.pages)
-                self.num_locked -= len(step.pages)
                 self._queue(step)
             step = step.parent
 
@@ -131,19 +130,18 @@ class RadixTree:
     def check_integrity(self) -> None:
         """Raise AssertionError if links, lock counts, sums or the eviction queue disagree."""
         queued = {id(node) for _, _, node in self._leaves}
-        num_evictable = num_locked = 0
+        num_nodes = num_evictable = 0
         for node in self.nodes():
             assert node.parent is not None, "a node without a parent"
             assert node.parent.children.get(node.keys[0]) is node, "a link is broken"
             assert len(node.keys) == len(node.pages) > 0, "a node's keys and pages differ in number"
             assert node.parent.num_locks >= node.num_locks, "a locked node's parent is not locked"
             assert node.parent is self.root or node.parent.last_used >= node.last_used, "a parent is older"
-            if node.num_locks:
-                num_locked += len(node.pages)
-            else:
+            num_nodes += 1
+            if not node.num_locks:
                 num_evictable += len(node.pages)
                 assert node.children or id(node) in queued, "an unlocked leaf cannot be evicted"
-        assert (num_evictable, num_locked) == (self.num_evictable, self.num_locked), "page sums drifted"
+        assert (num_nodes, num_evictable) == (self.num_nodes, self.num_evictable), "sums drifted"
         assert len(queued) == len(self._leaves), "a leaf is queued twice"
 
     def _walk(self, keys: list[PageKey]) -> tuple[RadixNode, list[int]]:
@@ -184,6 +182,7 @@ class RadixTree:
         node.pages = node.pages[num_pages:]
         node.parent = upper
         upper.children[node.keys[0]] = node
+        self.num_nodes += 1
         return upper
 
     def _trim(self, node: RadixNode, max_pages: int, evicted: list[int]) -> None:
@@ -197,6 +196,7 @@ class RadixTree:
             self._queue(node)
             return
         del node.parent.children[first_key]
+        self.num_nodes -= 1
         self._queue(node.parent)
 
     def _queue(self, node: RadixNode) -> None:

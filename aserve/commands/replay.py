@@ -3,7 +3,7 @@
 import argparse
 
 from aserve.config import Config
-from aserve.engine.trace import replay_file
+from aserve.engine.replay import replay_file
 
 
 def run(arguments: argparse.Namespace, config: Config) -> int:

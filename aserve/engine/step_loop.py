@@ -95,6 +95,7 @@ class StepLoop:
         """Queue a request; raises what ``Scheduler.add`` raises."""
         self.scheduler.add(request)
         self.trace.record_arrival(request)
+        self.trace.rotate(is_idle=False)
         self.streams[request.request_id] = stream
         self.is_empty.clear()
         self._events.set()

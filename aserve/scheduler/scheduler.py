@@ -21,6 +21,8 @@ from aserve.scheduler.policy import POLICIES
 from aserve.scheduler.sequence import Sequence, Status
 from aserve.scheduler.stats import SchedulerStats
 
+OBJECT_WEIGHT = 256  # a node, sequence or logprob takes as long to copy as this many tokens
+
 
 class Scheduler:
     """Continuous batching over one paged KV pool.
@@ -72,6 +74,15 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """True while any request waits or runs."""
         return bool(self._sequences)
+
+    @property
+    def weight(self) -> int:
+        """How much there is to copy, in tokens: those held and waiting, and what objects amount to."""
+        cache = self._memory.cache
+        num_held = (cache.num_pages - cache.num_free) * cache.page_size
+        num_waiting = sum(len(seq.token_ids) for seq in self._sequences.values() if seq.status is Status.WAITING)
+        num_logprobs = sum(len(seq.prompt_logprobs or ()) for seq in self._sequences.values())
+        return num_held + num_waiting + OBJECT_WEIGHT * (cache.tree.num_nodes + len(self._sequences) + num_logprobs)
 
     def stats(self) -> SchedulerStats:
         """Return a snapshot of all counts."""

@@ -1,19 +1,23 @@
 """Recording and replay: the same calls make the same plans, from the start, from a picture, and after a failure."""
 
 import asyncio
+import itertools
 import random
 import subprocess
 import sys
+import time
 
 import orjson
 import pytest
 from doubles_engine import LIMITS, RecordingSink, ScriptedRunner, mixed, request, running_engine, until
 
 from aserve.engine import snapshot
-from aserve.engine.trace import FORCED_FACTOR, TraceRing, make_scheduler, replay_file
+from aserve.engine.replay import replay_file
+from aserve.engine.trace import FORCED_FACTOR, MAX_PICTURE_WEIGHT, TraceRing, make_scheduler
 from aserve.errors import ClientError
-from aserve.request import FinishReason, SamplingParams
+from aserve.request import FinishReason, Request, SamplingParams
 from aserve.scheduler.limits import Limits
+from aserve.scheduler.plan import StepTokens
 
 TINY = Limits(vocab_size=256, max_model_len=40, max_num_seqs=3, max_num_batched_tokens=5, num_pages=14, page_size=2)
 
@@ -74,6 +78,132 @@ async def test_the_record_is_bounded_under_unbroken_load(tmp_path):
     assert report.num_steps <= 2 * 2 * FORCED_FACTOR + 2
 
 
+def heavy_ring(max_bytes):
+    """A ring whose scheduler always holds too much for a picture, and a source of unbroken load for it."""
+    settings = {"limits": orjson.loads(orjson.dumps(TINY)), "eos_token_ids": [2]}
+    scheduler = make_scheduler(settings)
+    ring = TraceRing(scheduler, settings, 2, max_bytes)
+    numbers = itertools.count()
+
+    def work():
+        while scheduler.num_waiting < 3:
+            one = request(str(next(numbers)), "abc", max_tokens=5, seed=1, ignore_eos=True)
+            scheduler.add(one)
+            ring.record_arrival(one)
+        plan = scheduler.schedule()
+        ring.record_plan(plan)
+        tokens = StepTokens(plan.step_id, [97] * sum(plan.is_sampled))
+        ring.record_tokens(tokens)
+        scheduler.commit(tokens)
+        ring.rotate(is_idle=False)
+
+    return ring, work
+
+
+def has_start(ring, place=0):
+    """Say whether the head at this place of the record comes with the scheduler's state."""
+    return [event["has_start"] for event in map(orjson.loads, ring.lines()) if "settings" in event][place]
+
+
+def test_a_record_of_a_heavy_scheduler_is_bounded_by_bytes_and_says_that_it_has_no_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("aserve.engine.trace.MAX_PICTURE_WEIGHT", 0)
+    monkeypatch.setattr(snapshot, "take", None)
+    ring, work = heavy_ring(max_bytes=40_000)
+    path = tmp_path / "run.jsonl"
+    starts = set()
+    for _ in range(400):
+        work()
+        assert ring.num_bytes <= 40_000 + 2_000
+        ring.dump(path)
+        starts.add(has_start(ring))
+        if starts == {True}:
+            assert replay_file(path).is_equal
+    assert starts == {True, False}
+    with pytest.raises(ClientError, match="starts in the middle"):
+        replay_file(path)
+    assert ring.num_bytes > 20_000
+
+
+def test_a_record_without_a_start_replays_from_the_next_picture(tmp_path, monkeypatch):
+    monkeypatch.setattr("aserve.engine.trace.MAX_PICTURE_WEIGHT", 0)
+    ring, work = heavy_ring(max_bytes=20_000)
+    for _ in range(200):
+        work()
+    monkeypatch.undo()
+    while not has_start(ring, -1):
+        work()
+    assert not has_start(ring)
+    for _ in range(7):
+        work()
+    path = tmp_path / "run.jsonl"
+    ring.dump(path)
+    report = replay_file(path)
+    assert report.is_equal, str(report)
+    assert report.num_steps == 7
+
+
+def test_a_picture_of_the_heaviest_scheduler_is_short():
+    """Whether few long runs, many short ones or waiting prompts make the weight."""
+    limits = Limits(
+        vocab_size=50_000, max_model_len=8192, max_num_seqs=8, max_num_batched_tokens=8192, num_pages=20_000,
+        page_size=16,
+    )  # fmt: skip
+    settings = {"limits": orjson.loads(orjson.dumps(limits)), "eos_token_ids": [2]}
+    for kind in ("long runs", "short runs", "waiting"):
+        scheduler = make_scheduler(settings)
+        cache = scheduler._memory.cache
+        rng = random.Random(1)
+        while scheduler.weight < MAX_PICTURE_WEIGHT:
+            tokens = [rng.randrange(50_000) for _ in range(16 if kind == "short runs" else 4800)]
+            if kind == "waiting":
+                scheduler.add(request(str(scheduler.num_waiting), tokens, seed=1))
+            else:
+                cache.insert(tokens, cache.allocate(len(tokens) // 16))
+        durations = []
+        for _ in range(5):
+            start = time.thread_time()
+            snapshot.take(scheduler)
+            durations.append(time.thread_time() - start)
+        print(kind, f"{min(durations) * 1e3:.1f} ms")
+        assert min(durations) < 0.03
+
+
+def test_the_choices_of_a_request_store_their_prompt_once(tmp_path):
+    settings = {"limits": orjson.loads(orjson.dumps(LIMITS)), "eos_token_ids": [2]}
+    scheduler = make_scheduler(settings)
+    ring = TraceRing(scheduler, settings, 10)
+    prompt = tuple([97 + number % 20 for number in range(500)])
+    for choice in range(6):
+        one = Request(request_id=f"c{choice}", prompt_token_ids=prompt, params=SamplingParams(seed=choice))
+        scheduler.add(one)
+        ring.record_arrival(one)
+    other = request("other", "abc", seed=1)
+    scheduler.add(other)
+    ring.record_arrival(other)
+    for _ in range(20):
+        plan = scheduler.schedule()
+        ring.record_plan(plan)
+        tokens = StepTokens(plan.step_id, [98] * sum(plan.is_sampled))
+        ring.record_tokens(tokens)
+        scheduler.commit(tokens)
+    path = tmp_path / "run.jsonl"
+    ring.dump(path)
+    assert path.read_bytes().count(orjson.dumps(prompt)[1:-1]) == 1
+    report = replay_file(path)
+    assert report.is_equal, str(report)
+    assert (report.num_steps, report.num_requests) == (20, 7)
+
+
+async def test_log_probabilities_are_not_recorded(tmp_path):
+    async with running_engine(ScriptedRunner(TINY, mixed)) as engine:
+        params = SamplingParams(max_tokens=9, logprobs=3, prompt_logprobs=3, ignore_eos=True)
+        outputs = [output async for output in engine.generate("abcdef", params)]
+        assert outputs[0].prompt_logprobs[1] is not None
+        path = engine.dump_trace(tmp_path / "run.jsonl")
+    assert b"top" not in path.read_bytes().replace(b"top_p", b"").replace(b"top_k", b"").replace(b"stop", b"")
+    assert replay_file(path).is_equal
+
+
 async def test_a_failed_engine_leaves_a_trace_that_replays(tmp_path):
     runner = ScriptedRunner(TINY, mixed)
     runner.fail_step(30, RuntimeError("broken"))
@@ -125,7 +255,7 @@ async def test_a_changed_decision_is_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"not json", b"[]", b'{"format":"other"}', b'{"format":"aserve-trace-1"}', b'{"a":', b"\xff\xfe"]
+    "content", [b"", b"not json", b"[]", b'{"format":"other"}', b'{"format":"aserve-trace-2"}', b'{"a":', b"\xff\xfe"]
 )
 def test_a_file_that_is_no_trace_is_refused(tmp_path, content):
     path = tmp_path / "file"
