@@ -11,6 +11,7 @@ from typing import Any
 from aserve.errors import ClientError
 
 MAX_LOGPROBS = 20
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 MAX_LOGIT_BIAS = 300
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -178,11 +179,16 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # first output only; position 0 is None
 
     def merge(self, later: "RequestOutput") -> None:
-        """Append ``later``, so that a slow consumer finds one output where there were two."""
+        """Append ``later``, so that a slow consumer finds one output where there were two.
+
+        Lists grow in place and may be taken over from ``later``: whoever merges owns both outputs.
+        """
         self.text += later.text
         self.token_ids.extend(later.token_ids)
-        if later.logprobs:
-            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
+        if self.logprobs is None:
+            self.logprobs = later.logprobs
+        elif later.logprobs:
+            self.logprobs.extend(later.logprobs)
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.num_output_tokens = later.num_output_tokens
         self.num_cached_tokens = later.num_cached_tokens

@@ -71,3 +71,17 @@ def test_merged_outputs_read_like_one() -> None:
     assert (first.text, first.token_ids, first.num_output_tokens) == ("abc", [1, 2, 3], 3)
     assert (first.finish_reason, first.stop_reason) == (FinishReason.STOP, 3)
     assert [entry.token_id for entry in first.logprobs or ()] == [1, 2]
+
+
+def test_merging_costs_the_same_however_much_is_merged_already() -> None:
+    first = RequestOutput("r", "a", [1], 3, 1, 0, logprobs=[TokenLogprobs(1, -0.5)])
+    token_ids, logprobs = first.token_ids, first.logprobs
+    for i in range(3):
+        first.merge(RequestOutput("r", "b", [2 + i], 3, 2 + i, 0, logprobs=[TokenLogprobs(2 + i, -1.0)]))
+    assert first.token_ids is token_ids
+    assert first.logprobs is logprobs  # a copy for every token would make it quadratic
+    assert [entry.token_id for entry in logprobs or ()] == [1, 2, 3, 4]
+    late = RequestOutput("r", "", [], 3, 0, 0)
+    late.merge(RequestOutput("r", "b", [2], 3, 1, 0, logprobs=[TokenLogprobs(2, -1.0)]))
+    late.merge(RequestOutput("r", "", [], 3, 1, 0, FinishReason.STOP))
+    assert [entry.token_id for entry in late.logprobs or ()] == [2]

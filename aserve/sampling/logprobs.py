@@ -5,9 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aserve.request import TokenLogprobs
-
-LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
+from aserve.request import LOWEST_LOGPROB, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +22,7 @@ def compute_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprob
     logprobs = torch.log_softmax(logits, -1)
     top, top_ids = logprobs.topk(min(num_top, logprobs.shape[1]), -1)
     chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-    return LogprobTensors(chosen.clamp_(min=LOWEST), top.clamp_(min=LOWEST), top_ids)
+    return LogprobTensors(chosen.clamp_(min=LOWEST_LOGPROB), top.clamp_(min=LOWEST_LOGPROB), top_ids)
 
 
 def read_logprobs(tensors: LogprobTensors, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:

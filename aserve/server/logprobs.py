@@ -7,15 +7,13 @@ tokens are its own. Minus infinity is shown as a finite number, for JSON has no 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from aserve.request import TokenLogprobs
+from aserve.request import LOWEST_LOGPROB, TokenLogprobs
 from aserve.tokenizer.tokenizer import Tokenizer
-
-LOWEST = -9999.0
 
 
 def finite(logprob: float) -> float:
-    """Return ``logprob``, or LOWEST if it is smaller or not a number."""
-    return logprob if logprob > LOWEST else LOWEST
+    """Return ``logprob``, or LOWEST_LOGPROB if it is smaller or not a number."""
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
 class TokenNames:
