@@ -41,7 +41,8 @@ from aserve.scheduler.limits import Limits
 from aserve.server.app import create_app
 from aserve.server.http_protocol import HttpProtocol
 from aserve.server.serve import EmbeddedServer
-from aserve.server.ws_protocol import EXTENSION, WebSocketProtocol, text_frame_header
+from aserve.server.transport import EXTENSION
+from aserve.server.ws_protocol import WebSocketProtocol, text_frame_header
 from aserve.tokenizer.load import load_tokenizer
 from aserve.tokenizer.tokenizer import Tokenizer
 

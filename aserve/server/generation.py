@@ -11,12 +11,11 @@ from aserve.engine.sink import Sink
 from aserve.errors import AserveError
 from aserve.request import Request
 from aserve.server.collect_sink import CollectSink
-from aserve.server.http_protocol import EXTENSION
 from aserve.server.json_body import ClientGoneError
 from aserve.server.sse import DONE, HEADERS, KEEP_ALIVE
 from aserve.server.state import ServerState
 from aserve.server.stream_sink import FrameBuilder, Outlet, StreamSink
-from aserve.server.transport import FrameTransport
+from aserve.server.transport import EXTENSION, FrameTransport
 
 AnySink = TypeVar("AnySink", bound=Sink)
 

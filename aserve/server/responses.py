@@ -9,7 +9,7 @@ from starlette.websockets import WebSocket
 
 from aserve.server.responses_session import ResponsesSession, SocketTransport
 from aserve.server.state import ServerState
-from aserve.server.ws_protocol import EXTENSION
+from aserve.server.transport import EXTENSION
 
 KEY_PROTOCOL = "openai-insecure-api-key."  # carries a browser's key, so it is never repeated in the answer
 UNSUPPORTED_DATA = 1003

@@ -1,11 +1,13 @@
 """The narrow view of a connection that a stream sink writes to: frames out, backpressure in.
 
-The server's protocol classes put one into ``scope["extensions"]["aserve.transport"]``, so that a
+The server's protocol classes put one into ``scope["extensions"][EXTENSION]``, so that a
 token goes from commit to the socket without a task, a queue or an ASGI message.
 """
 
 from collections.abc import Callable
 from typing import Protocol
+
+EXTENSION = "aserve.transport"
 
 
 class FrameTransport(Protocol):

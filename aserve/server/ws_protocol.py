@@ -1,7 +1,7 @@
 """uvicorn's WebSocket protocol with a direct way for text frames: one ``transport.write`` per frame.
 
 The application finds the connection itself, as a ``FrameTransport``, in
-``scope["extensions"]["aserve.transport"]``. Frames written there and the protocol's own (handshake, ping, pong, close)
+``scope["extensions"][EXTENSION]``. Frames written there and the protocol's own (handshake, ping, pong, close)
 never interleave, because both sides write whole frames synchronously.
 """
 
@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from websockets.frames import Frame
 from websockets.http11 import Request
 
-EXTENSION = "aserve.transport"
+from aserve.server.transport import EXTENSION
 
 FINAL_TEXT = 0x81  # FIN and opcode 1; a server's frames are not masked (RFC 6455, 5.2)
 MEDIUM_HEADER = struct.Struct("!BBH").pack

@@ -15,7 +15,8 @@ from websockets.frames import Frame, Opcode
 
 from aserve.server.http_protocol import HttpProtocol
 from aserve.server.responses import select_protocol
-from aserve.server.ws_protocol import EXTENSION, WebSocketProtocol, text_frame_header
+from aserve.server.transport import EXTENSION
+from aserve.server.ws_protocol import WebSocketProtocol, text_frame_header
 
 
 @pytest.mark.parametrize("size", [0, 1, 125, 126, 127, 65535, 65536, 65537, 1 << 20])
