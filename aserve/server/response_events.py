@@ -82,7 +82,7 @@ class ResponseEvents:
         self._stream_id = stream_id
         self._sequence_number = 0
         self._texts: list[str] = []
-        self._logprobs: list[Mapping[str, Any]] = []
+        self._logprobs: list[bytes] = []  # the encoded entries of each delta, without brackets
         self._is_message_open = False
         self._place = {"item_id": item_id, "output_index": 0, "content_index": 0}
         lane = b"" if stream_id is None else b',"stream_id":' + orjson.dumps(stream_id)
@@ -107,11 +107,12 @@ class ResponseEvents:
         """Return the event for new text, after those that open the message if it is the first."""
         events = [] if self._is_message_open else self._open_message()
         self._texts.append(text)
+        encoded = b"[]"
         if logprobs:
-            self._logprobs.extend(logprobs)
+            encoded = orjson.dumps(logprobs)
+            self._logprobs.append(encoded[1:-1])
         number = self._sequence_number
         self._sequence_number = number + 1
-        encoded = orjson.dumps(logprobs) if logprobs else b"[]"
         tail = b',"logprobs":%b,"sequence_number":%d}' % (encoded, number)
         events.append(b"".join((self._delta_start, orjson.dumps(text), tail)))
         return events
@@ -129,11 +130,14 @@ class ResponseEvents:
         A completed response has a message even if its text is empty, unless it was a warm-up.
         """
         events = []
+        output = []
         if status is ResponseStatus.COMPLETED and self._request.generate and not self._is_message_open:
             events += self._open_message()
         if self._is_message_open:
-            events += self._close_message(status)
-        response = self._response(status, usage=usage, completed_at=completed_at, error=error)
+            closing, item = self._close_message(status)
+            events += closing
+            output = [item]
+        response = self._response(status, output=output, usage=usage, completed_at=completed_at, error=error)
         events.append(self._event(TERMINAL_EVENTS[status], response=response))
         return events
 
@@ -146,28 +150,32 @@ class ResponseEvents:
             self._event("response.content_part.added", **self._place, part=part),
         ]
 
-    def _close_message(self, status: ResponseStatus) -> list[bytes]:
-        item = self._message(status)
-        return [
-            self._event("response.output_text.done", **self._place, text=self.text, logprobs=self._logprobs),
-            self._event("response.content_part.done", **self._place, part=item["content"][0]),
+    def _close_message(self, status: ResponseStatus) -> tuple[list[bytes], orjson.Fragment]:
+        """Return the events and the finished item. Text and log probabilities may be long, so they are encoded once."""
+        text = orjson.Fragment(orjson.dumps(self.text))
+        logprobs = orjson.Fragment(b"[%b]" % b",".join(self._logprobs))
+        part = _encoded({"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs})
+        item = _encoded(
+            {
+                "id": self._item_id,
+                "type": "message",
+                "status": "completed" if status is ResponseStatus.COMPLETED else "incomplete",
+                "role": "assistant",
+                "content": [part],
+            }
+        )
+        events = [
+            self._event("response.output_text.done", **self._place, text=text, logprobs=logprobs),
+            self._event("response.content_part.done", **self._place, part=part),
             self._event("response.output_item.done", output_index=0, item=item),
         ]
-
-    def _message(self, status: ResponseStatus) -> dict[str, Any]:
-        part = {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self._logprobs}
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "status": "completed" if status is ResponseStatus.COMPLETED else "incomplete",
-            "role": "assistant",
-            "content": [part],
-        }
+        return events, item
 
     def _response(
         self,
         status: ResponseStatus,
         *,
+        output: Sequence[orjson.Fragment] = (),
         usage: Usage | None = None,
         completed_at: int | None = None,
         error: Mapping[str, Any] | None = None,
@@ -187,7 +195,7 @@ class ResponseEvents:
             "max_output_tokens": params.max_tokens or None,
             "metadata": request.metadata,
             "model": self._model,
-            "output": [self._message(status)] if self._is_message_open else [],
+            "output": output,
             "parallel_tool_calls": True,
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
@@ -211,6 +219,10 @@ class ResponseEvents:
         number = self._sequence_number
         self._sequence_number += 1
         return number
+
+
+def _encoded(value: object) -> orjson.Fragment:
+    return orjson.Fragment(orjson.dumps(value))
 
 
 def error_event(status: int, error: Mapping[str, Any], stream_id: str | None = None) -> bytes:

@@ -28,7 +28,7 @@ class ResponseRun:
         self._engine = engine
         self._outlet = outlet
         self._names = TokenNames(engine.tokenizer, hides_special=True)
-        self._sink = StreamSink(outlet, self, self._note_end)
+        self._sink: StreamSink | None = StreamSink(outlet, self, self._note_end)
         self._written = asyncio.Event()
         self._status = ResponseStatus.IN_PROGRESS
         self._num_prompt_tokens = 0
@@ -63,13 +63,15 @@ class ResponseRun:
 
     def end(self, error: AserveError) -> None:
         """End as failed now."""
-        self._sink.fail(error)
+        if self._sink is not None:
+            self._sink.fail(error)
         self._engine.abort(self.response_id)
 
     def close(self) -> None:
         """Make sure that the engine does not work for this response any more. Idempotent."""
         if self._is_submitted and not self._written.is_set():
             self._engine.abort(self.response_id)
+        self._sink = None  # it refers back to this run, and the garbage collector is off while the server is busy
 
     def frames(self, output: RequestOutput) -> list[bytes]:
         """Return the frames for what is new, and those that end the response if it is the last output."""
@@ -102,6 +104,7 @@ class ResponseRun:
             params=self._request.params,
             arrival_time_s=time.monotonic(),
         )
+        assert self._sink is not None
         self._engine.add(request, self._sink)
         self._is_submitted = True
 

@@ -72,6 +72,7 @@ class ResponsesSession:
         self.outlet.close()
         for task in self._running:
             task.cancel()
+        self._lanes.clear()  # they refer back to this session, with all that was said in them
 
     def begin_drain(self) -> None:
         """Take no new responses; close the socket when the running ones are done."""

@@ -1,8 +1,12 @@
 """Order, shape and numbering of the events of one response (protocol.md 2.1); each is checked by the SDK's own type."""
 
+import orjson
 import pytest
 from doubles_engine import EOS
 from doubles_socket import MODEL, in_loop, kinds, respond, scripted_server, text_of
+
+from aserve.server.response_events import ResponseEvents, ResponseStatus
+from aserve.server.response_schema import parse_create
 
 ORDER = [
     "response.created",
@@ -143,3 +147,17 @@ async def test_text_beyond_ascii_and_controls_arrive_unchanged() -> None:
         events = await respond(socket, input=f"say {spoken}")
     assert text_of(events) == events[-4]["text"] == spoken
     assert EOS not in map(ord, spoken)
+
+
+def test_log_probabilities_are_encoded_once() -> None:
+    entries = [{"token": "a", "bytes": [97], "logprob": -0.5, "top_logprobs": []}]
+    request = parse_create({"input": "a", "include": ["message.output_text.logprobs"]}, 256)
+    events = ResponseEvents(request, response_id="resp_1", item_id="msg_1", model=MODEL, created_at=0)
+    events.delta("a", entries * 2)
+    events.delta("b", entries)
+    entries[0]["logprob"] = object()  # from here on an encoder would refuse them
+    *_, text_done, part_done, item_done, completed = map(orjson.loads, events.ending(ResponseStatus.COMPLETED))
+    expected = [{"token": "a", "bytes": [97], "logprob": -0.5, "top_logprobs": []}] * 3
+    assert text_done["logprobs"] == part_done["part"]["logprobs"] == expected
+    assert item_done["item"]["content"][0]["logprobs"] == expected
+    assert completed["response"]["output"] == [item_done["item"]]

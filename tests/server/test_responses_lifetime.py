@@ -1,14 +1,17 @@
 """How a socket ends: by the client at any point, by age, by a stopping server, by a stalled reader."""
 
 import asyncio
+import gc
 import json
 import socket as sockets
 import struct
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+from doubles_engine import until
 from doubles_socket import (
     TERMINAL,
     Live,
@@ -23,6 +26,8 @@ from doubles_socket import (
 from websockets.exceptions import ConnectionClosed
 
 from aserve.errors import CapacityError
+from aserve.server import response_lane
+from aserve.server.response_run import ResponseRun
 
 
 def reset(connection: Any) -> None:
@@ -75,6 +80,40 @@ async def test_a_connection_that_ends_normally_aborts_nothing() -> None:
                 assert text_of(await respond(connection, input="say a")) == "a"
         await live.become_idle()
         assert live.engine.stats().num_aborts == 0
+
+
+class WatchedRun(ResponseRun):
+    __slots__ = ("__weakref__",)
+
+
+@in_loop
+@pytest.mark.parametrize("how", ["completed", "failed", "cancelled"])
+async def test_nothing_of_a_response_waits_for_the_garbage_collector(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[weakref.ref[ResponseRun]] = []
+
+    def start(*args: Any) -> ResponseRun:
+        run = WatchedRun(*args)
+        runs.append(weakref.ref(run))
+        return run
+
+    monkeypatch.setattr(response_lane, "ResponseRun", start)
+    monkeypatch.setattr(gc, "collect", lambda generation=2: 0)  # the engine collects when it is idle
+    monkeypatch.setattr(gc, "enable", lambda: None)
+    async with scripted_server(step_time_s=0.002) as live:
+        gc.disable()
+        async with live.connect() as connection:
+            session = weakref.ref(next(iter(live.state._connections)))
+            await send(connection, input={"completed": "say a", "failed": "fail", "cancelled": "count"}[how])
+            await receive_until(connection, "response.output_text.delta")
+            if how == "cancelled":
+                await send(connection, "response.cancel")
+            await receive_until(connection, *TERMINAL)
+        await live.lose_connections()
+        async with live.connect() as connection:  # the step loop's variables go on to another stream
+            await respond(connection, input="say b")
+        await until(lambda: runs[0]() is None and session() is None, 2)
+    monkeypatch.undo()
+    gc.enable()
 
 
 @in_loop
