@@ -158,6 +158,13 @@ def _add_bench(commands: Any) -> None:
     serve.add_argument(
         "--rate", type=float, metavar="X", help="requests per second, open loop (Poisson), instead of --concurrency"
     )
+    serve.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="X",
+        help="seconds until a request counts as failed (default: 600)",
+    )
     serve.add_argument("--goodput-ttft-ms", type=float, metavar="X", help="time to first token that counts as good, ms")
     serve.add_argument(
         "--goodput-tpot-ms", type=float, metavar="X", help="time per output token that counts as good, ms"

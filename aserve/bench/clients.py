@@ -7,7 +7,8 @@ that the load generator is not what is measured.
 import asyncio
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -16,6 +17,9 @@ import orjson
 from websockets.asyncio.client import connect
 
 from aserve.errors import AserveError
+
+REQUEST_TIMEOUT_S = 600.0
+LOOKUP_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True)
@@ -29,6 +33,17 @@ class RequestTiming:
     error: str | None = None
 
 
+@asynccontextmanager
+async def _recording(timing: RequestTiming, timeout_s: float) -> AsyncIterator[None]:
+    """Bound one request in time; whatever goes wrong in it is its result, since the others must go on."""
+    try:
+        async with asyncio.timeout(timeout_s) as deadline:
+            yield
+    except Exception as error:
+        late = f"not complete after {timeout_s:g} s" if deadline.expired() else ""
+        timing.error = late or str(error) or type(error).__name__
+
+
 class LoadClient(Protocol):
     """Sends one prompt and times the answer."""
 
@@ -39,9 +54,10 @@ class LoadClient(Protocol):
 class SseClient:
     """One HTTP/1.1 connection a request, as a load balancer would see it."""
 
-    def __init__(self, url: str, model: str, key: str | None) -> None:
+    def __init__(self, url: str, model: str, key: str | None, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         self._target = urlsplit(url)
         self._model = model
+        self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def complete(self, prompt: str, max_tokens: int) -> RequestTiming:
@@ -56,10 +72,8 @@ class SseClient:
             "stream_options": {"include_usage": True},
         }
         timing = RequestTiming(time.perf_counter())
-        try:
+        async with _recording(timing, self._timeout_s):
             await self._stream(orjson.dumps(body), timing)
-        except (OSError, AserveError, asyncio.IncompleteReadError) as error:
-            timing.error = str(error) or type(error).__name__
         timing.end_s = time.perf_counter()
         return timing
 
@@ -67,7 +81,7 @@ class SseClient:
         reader, writer = await open_connection(self._target)
         try:
             writer.write(http_request("POST", "/v1/chat/completions", self._target.netloc, self._headers, body))
-            status = int((await reader.readline()).split()[1])
+            status = _parse_status(await reader.readline())
             while (await reader.readline()).strip():
                 pass  # headers
             if status != 200:
@@ -94,9 +108,10 @@ class SseClient:
 class WebSocketClient:
     """One WebSocket a request, opened before its clock starts."""
 
-    def __init__(self, url: str, model: str, key: str | None) -> None:
+    def __init__(self, url: str, model: str, key: str | None, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         self._url = "ws" + url.removeprefix("http") + "/v1/responses"
         self._model = model
+        self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def complete(self, prompt: str, max_tokens: int) -> RequestTiming:
@@ -110,15 +125,17 @@ class WebSocketClient:
             "ignore_eos": True,
         }
         timing = RequestTiming(time.perf_counter())
-        try:
-            async with connect(self._url, additional_headers=self._headers, max_size=None, compression=None) as socket:
-                timing.start_s = time.perf_counter()
-                await socket.send(orjson.dumps(create).decode())
-                async for message in socket:
-                    if self._take(message, timing):
-                        break
-        except Exception as error:  # a client border: whatever the library raises is this request's result
-            timing.error = str(error) or type(error).__name__
+        async with (
+            _recording(timing, self._timeout_s),
+            connect(self._url, additional_headers=self._headers, max_size=None, compression=None) as socket,
+        ):
+            timing.start_s = time.perf_counter()
+            await socket.send(orjson.dumps(create).decode())
+            async for message in socket:
+                if self._take(message, timing):
+                    break
+            else:
+                raise AserveError("the server closed the connection before the response was complete")
         timing.end_s = timing.end_s or time.perf_counter()
         return timing
 
@@ -136,6 +153,15 @@ class WebSocketClient:
         elif kind in ("error", "response.failed"):
             raise AserveError(str(event.get("error") or event["response"]["error"]))
         return False
+
+
+def _parse_status(line: bytes) -> int:
+    """Return the status of an HTTP status line."""
+    words = line.split(maxsplit=2)
+    if len(words) < 2 or not words[1].isdigit():
+        what = f"answered {line[:80]!r}" if line else "closed the connection without an answer"
+        raise AserveError(f"the server {what}")
+    return int(words[1])
 
 
 async def open_connection(target: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -157,12 +183,13 @@ async def served_model(url: str, key: str | None) -> str:
     target = urlsplit(url)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        reader, writer = await open_connection(target)
-        writer.write(http_request("GET", "/v1/models", target.netloc, headers))
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        writer.close()
-    except OSError as error:
-        raise AserveError(f"no server at {url}: {error}") from error
+        async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+            reader, writer = await open_connection(target)
+            writer.write(http_request("GET", "/v1/models", target.netloc, headers))
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+    except OSError as error:  # TimeoutError is one
+        raise AserveError(f"no server at {url}: {error or 'no answer'}") from error
     if b" 200 " not in head.split(b"\r\n")[0] + b" ":
         raise AserveError(f"{url}/v1/models answered {head.splitlines()[0].decode() if head else 'nothing'}")
     name: str = orjson.loads(body)["data"][0]["id"]

@@ -39,14 +39,14 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
 
 
 async def measure(config: EngineConfig, num_prompts: int, input_len: int, output_len: int, seed: int) -> OfflineResult:
-    """Run all requests at once and time them from the first submission to the last token."""
+    """Run the requests with the batch full and the queue short; timed from the first submission to the last token."""
     async with AsyncEngine(config) as engine:
         items = random_workload(num_prompts, input_len, output_len, engine.limits.vocab_size, seed)
         start = time.perf_counter()
-        counts = await asyncio.gather(*(_complete(engine, item) for item in items))
+        num_output_tokens = await _complete_all(engine, items)
         duration_s = time.perf_counter() - start
         name = engine.model_name
-    num_prompt_tokens, num_output_tokens = num_prompts * input_len, sum(counts)
+    num_prompt_tokens = num_prompts * input_len
     return OfflineResult(
         model=name,
         num_prompts=num_prompts,
@@ -56,6 +56,17 @@ async def measure(config: EngineConfig, num_prompts: int, input_len: int, output
         output_tokens_per_s=num_output_tokens / duration_s,
         total_tokens_per_s=(num_prompt_tokens + num_output_tokens) / duration_s,
     )
+
+
+async def _complete_all(engine: AsyncEngine, items: list[WorkloadItem]) -> int:
+    """Return the number of tokens generated."""
+    left = iter(items)
+
+    async def work() -> int:
+        return sum([await _complete(engine, item) for item in left])
+
+    num_workers = min(len(items), 2 * engine.limits.max_num_seqs, engine.config.max_queued_requests)
+    return sum(await asyncio.gather(*(work() for _ in range(num_workers))))
 
 
 async def _complete(engine: AsyncEngine, item: WorkloadItem) -> int:

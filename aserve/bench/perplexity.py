@@ -26,7 +26,7 @@ from aserve.runner.executor import DeviceParts
 from aserve.tokenizer.load import load_tokenizer
 from aserve.weights.load import load_model
 
-DEFAULT_TEXT = Path("docs/data/python-reference.txt")
+DEFAULT_TEXT = Path(__file__).resolve().parents[2] / "docs" / "data" / "python-reference.txt"
 ROWS_AT_ONCE = 128  # bounds the logits in memory
 PAGE_SIZE = 16
 
@@ -45,16 +45,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print a markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="as for aserve serve; default: the demo model")
-    parser.add_argument("--text", type=Path, default=DEFAULT_TEXT, help="UTF-8 file (default: %(default)s)")
+    parser.add_argument(
+        "--text", type=Path, default=DEFAULT_TEXT, help="UTF-8 file; default: that of this repository's docs"
+    )
     parser.add_argument("--window", type=int, default=1024, help="tokens (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, help="tokens of the text to use; default: all")
     parser.add_argument(
         "--quantization", nargs="+", default=["none", "int8"], help="in order (default: none int8)", metavar="NAME"
     )
     arguments = parser.parse_args(argv)
+    try:
+        text = arguments.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"cannot read the text, see --text: {error}")
     configure_logging("warning")
     files = locate_model(EngineConfig(model=arguments.model))
-    text = arguments.text.read_text(encoding="utf-8")
     token_ids = load_tokenizer(files).encode(text, add_special_tokens=False)[: arguments.max_tokens]
     results: list[PerplexityResult] = []
     for quantization in arguments.quantization:

@@ -43,15 +43,19 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
         arguments.workload_seed,
     )
     key = arguments.key or os.environ.get("ASERVE_API_KEY")
-    duration_s, timings = asyncio.run(_measure(arguments.url.rstrip("/"), arguments.transport, key, load))
+    duration_s, timings = asyncio.run(
+        _measure(arguments.url.rstrip("/"), arguments.transport, key, arguments.timeout, load)
+    )
     summary = summarise(timings, duration_s, arguments.goodput_ttft_ms, arguments.goodput_tpot_ms)
     print(orjson.dumps(summary).decode() if arguments.json else format_summary(summary))
     return int(any(timing.error for timing in timings))
 
 
-async def _measure(url: str, transport: str, key: str | None, load: Load) -> tuple[float, list[RequestTiming]]:
+async def _measure(
+    url: str, transport: str, key: str | None, timeout_s: float, load: Load
+) -> tuple[float, list[RequestTiming]]:
     model = await served_model(url, key)
-    client: LoadClient = (SseClient if transport == "sse" else WebSocketClient)(url, model, key)
+    client: LoadClient = (SseClient if transport == "sse" else WebSocketClient)(url, model, key, timeout_s)
     await client.complete("warm up", 4)
     start = time.perf_counter()
     timings = await run_load(client, load)
