@@ -1,6 +1,6 @@
 """uvicorn's HTTP protocol with a direct way for streamed bodies: one ``transport.write`` per frame.
 
-Each request finds its ``FrameTransport`` in ``scope["extensions"]["aserve.transport"]``. It may write once the
+Each request finds its ``FrameTransport`` in ``scope["extensions"][EXTENSION]``. It may write once the
 response head has been sent with chunked encoding, and not after the response was completed.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-EXTENSION = "aserve.transport"
+from aserve.server.transport import EXTENSION
 
 # What the kernel may hold beyond what the peer's window takes: without it, a peer that does not read is
 # noticed only after megabytes.
@@ -28,13 +28,17 @@ HEAD_TIMEOUT_S = 30.0
 
 
 class BodyTransport:
-    """The body of one response, as a ``FrameTransport``."""
+    """The body of one response, as a ``FrameTransport``.
+
+    The scope leads to it, so it does not lead back to the scope: the garbage collector is off while steps run.
+    """
 
     def __init__(self, protocol: "HttpProtocol", cycle: RequestResponseCycle) -> None:
         self.is_closed = False
         self.is_writable = not cycle.flow.write_paused  # while the peer keeps up and is there
         self._protocol = protocol
-        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
         self._write = cycle.transport.write
         self._writable_callback: Callable[[], None] | None = None
         self._close_callbacks: list[Callable[[], None]] = []
@@ -55,11 +59,11 @@ class BodyTransport:
             return
         self._close_callbacks.append(callback)
         # A large body pauses reading, and with it the news that the peer has left.
-        self._cycle.flow.resume_reading()
+        self._flow.resume_reading()
 
     def abort(self) -> None:
         """Cut the connection without sending what is buffered."""
-        self._cycle.transport.abort()
+        self._transport.abort()
         self._protocol.mark_closed()
 
     def notify_writable(self, is_writable: bool) -> None:
@@ -72,13 +76,15 @@ class BodyTransport:
         """Learn that the peer has left."""
         self.is_closed = True
         self.is_writable = False
-        self._writable_callback = None
-        # A pipelined request behind this one would otherwise be the only one to learn of it.
-        self._cycle.disconnected = True
-        self._cycle.message_event.set()
-        callbacks, self._close_callbacks = self._close_callbacks, []
+        callbacks = self._close_callbacks
+        self.release()
         for callback in callbacks:
             callback()
+
+    def release(self) -> None:
+        """Forget the callbacks, whose owners hold this transport."""
+        self._writable_callback = None
+        self._close_callbacks = []
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -87,12 +93,12 @@ class HttpProtocol(HttpToolsProtocol):
     _discarded_bytes = 0  # of the current request, after its answer
     _head_bytes = 0  # received for the head that is still incomplete, about
     _head_timer: asyncio.TimerHandle | None = None
-    _bodies: deque[BodyTransport]  # of the requests that are not answered yet, oldest first
+    _open: deque[tuple[BodyTransport, RequestResponseCycle]]  # the requests that are not answered yet, oldest first
 
     def connection_made(self, transport: Any) -> None:
         """Prepare the connection."""
         super().connection_made(transport)
-        self._bodies = deque()
+        self._open = deque()
         if (sock := transport.get_extra_info("socket")) is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT_BYTES)
         self._await_head()
@@ -111,7 +117,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if "path" in self.scope:  # not for an upgrade to a WebSocket
             body = BodyTransport(self, self.cycle)
-            self._bodies.append(body)
+            self._open.append((body, self.cycle))
             cast(dict[str, Any], self.scope)["extensions"] = {EXTENSION: body}
 
     def on_message_begin(self) -> None:
@@ -130,20 +136,20 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Drop the transport of the response that has just been completed."""
-        if self._bodies:
-            self._bodies.popleft()
+        if self._open:
+            self._open.popleft()[0].release()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
         """Learn from the transport that its buffer is full."""
         super().pause_writing()
-        for body in self._bodies:
+        for body, _ in self._open:
             body.notify_writable(False)
 
     def resume_writing(self) -> None:
         """Learn from the transport that its buffer has drained."""
         super().resume_writing()
-        for body in tuple(self._bodies):
+        for body, _ in tuple(self._open):
             body.notify_writable(True)
 
     def timeout_keep_alive_handler(self) -> None:
@@ -156,15 +162,21 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell everybody that the peer has left."""
+        """Tell everybody that the peer has left, and let go of the requests."""
         self._stop_awaiting_head()
         self.mark_closed()
         super().connection_lost(exc)
+        self.pipeline.clear()
+        self.cycle = None  # type: ignore[assignment]
+        self.scope = None  # type: ignore[assignment]
 
     def mark_closed(self) -> None:
         """Tell all open bodies that the peer has left. Idempotent."""
-        bodies, self._bodies = self._bodies, deque()
-        for body in bodies:
+        requests, self._open = self._open, deque()
+        for body, cycle in requests:
+            # A pipelined request behind this one would otherwise be the only one to learn of it.
+            cycle.disconnected = True
+            cycle.message_event.set()
             body.notify_closed()
 
     def _await_head(self) -> None:

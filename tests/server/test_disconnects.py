@@ -1,11 +1,14 @@
 """Clients that leave: their work ends at once, wherever it stands, and nothing else is ever aborted."""
 
 import asyncio
+import gc
 import json
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable
 
+import httpx
 import pytest
 from doubles_engine import until
 from doubles_http import CUE, LIMITS, Live, count_up, events, fetch, in_loop, live_server, raw_post, say
@@ -150,3 +153,35 @@ async def test_responses_on_one_connection_follow_one_another() -> None:
         writer.close()
         await live.until_idle()
         assert live.engine.stats().num_aborts == 0
+
+
+KEPT = ("BodyTransport", "RequestResponseCycle", "Generation", "StreamSink", "Outlet")
+
+
+def count_kept() -> dict[str, int]:
+    """Count what belongs to single requests, collected or not."""
+    return dict(Counter(name for one in gc.get_objects() if (name := type(one).__name__) in (*KEPT, "HttpProtocol")))
+
+
+@in_loop
+async def test_an_answered_request_is_freed_without_the_garbage_collector() -> None:
+    async with live_server(say("one two three")) as live:
+        gc.collect()
+        gc.disable()
+        try:
+            async with httpx.AsyncClient(base_url=live.url, timeout=60) as client:
+                for _ in range(5):
+                    for fields in ({"stream": True}, {"stream": False}, {"model": "x"}):
+                        body = {"prompt": [5, *CUE], "n": 2, **fields}
+                        await client.post("/v1/completions", json=body)
+                    await client.get("/health")
+                # On the open connection the last request waits for the next one to take its place.
+                await until(lambda: max(count_kept().values()) == 1, 2)
+            body = {"prompt": [5] * 8000, "max_tokens": 8000, "ignore_eos": True}
+            for stream in (False, True):
+                async with raw_post(live, "/v1/completions", {**body, "stream": stream}):
+                    await until(lambda: live.engine.stats().num_open == 1)
+                await live.until_idle()
+            await until(lambda: not count_kept(), 2)
+        finally:
+            gc.enable()
