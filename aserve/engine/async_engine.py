@@ -26,6 +26,7 @@ from aserve.errors import AserveError, CapacityError, ClientError, EngineDeadErr
 from aserve.metrics import Metrics
 from aserve.request import FinishReason, Request, RequestOutput, SamplingParams
 from aserve.runner.base import ModelRunner
+from aserve.scheduler.admission import check_length, check_tokens
 from aserve.scheduler.limits import Limits
 from aserve.tokenizer.tokenizer import Tokenizer
 
@@ -58,6 +59,7 @@ class AsyncEngine:
         self._encoder: PromptEncoder | None = None
         self._steps: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
+        self._checked_prompt: tuple[int, ...] = ()  # the newest whose tokens are right
         self._watch: asyncio.TimerHandle | None = None
         self._tuning = ProcessTuning()
         self._is_draining = False
@@ -225,6 +227,8 @@ class AsyncEngine:
         changes: dict[str, Any] = {}
         if request.params.seed is None:  # resolved here, so that a trace can be replayed
             changes["params"] = dataclasses.replace(request.params, seed=secrets.randbits(63))
+        if type(request.prompt_token_ids) is not tuple:  # the trace writes no other type
+            changes["prompt_token_ids"] = tuple(request.prompt_token_ids)
         if not request.arrival_time_s:
             changes["arrival_time_s"] = time.monotonic()
         request = dataclasses.replace(request, **changes) if changes else request
@@ -302,10 +306,17 @@ class AsyncEngine:
         return self._running_steps()
 
     def _check_request(self, request: Request, steps: StepLoop) -> None:
+        """Look at each token of a prompt once, though the choices of a request bring it again and again."""
         if request.request_id in steps.streams:
             raise ClientError(f"request id {request.request_id!r} is in use", param="request_id")
-        if not {int}.issuperset(map(type, request.prompt_token_ids)):
+        prompt = request.prompt_token_ids
+        if prompt is self._checked_prompt:
+            return
+        check_length(prompt, self.limits)
+        if not {int}.issuperset(map(type, prompt)):
             raise ClientError("the prompt must be a list of integers", param="prompt")
+        check_tokens(prompt, self.limits)
+        self._checked_prompt = prompt
 
     def _fail(self, error: Exception) -> None:
         """End every open request with the failure of a step, and leave a trace."""

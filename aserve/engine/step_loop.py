@@ -92,8 +92,8 @@ class StepLoop:
         return time.monotonic() - max(self._flights[0].launched_s, self._last_done_s)
 
     def add(self, request: Request, stream: OutputStream) -> None:
-        """Queue a request; raises what ``Scheduler.add`` raises."""
-        self.scheduler.add(request)
+        """Queue a request whose tokens are checked; raises what ``Scheduler.add`` raises."""
+        self.scheduler.add(request, are_tokens_checked=True)
         self.trace.record_arrival(request)
         self.trace.rotate(is_idle=False)
         self.streams[request.request_id] = stream

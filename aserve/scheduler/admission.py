@@ -1,13 +1,20 @@
 """What is refused before it enters the queue, because it could never run."""
 
+from collections.abc import Sequence
+
 from aserve.errors import ClientError
 from aserve.request import Request
 from aserve.scheduler.limits import Limits
 
 
 def check_request(request: Request, limits: Limits) -> None:
-    """Raise ClientError if ``request`` is empty, names an unknown token or can never fit."""
-    prompt = request.prompt_token_ids
+    """Raise ClientError if ``request`` names an unknown token in its parameters or can never fit."""
+    check_length(request.prompt_token_ids, limits)
+    request.params.check_vocabulary(limits.vocab_size)
+
+
+def check_length(prompt: Sequence[int], limits: Limits) -> None:
+    """Raise ClientError if ``prompt`` is empty or, with a token of output, too long."""
     if not prompt:
         raise ClientError("the prompt has no tokens", param="prompt")
     longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
@@ -18,9 +25,12 @@ def check_request(request: Request, limits: Limits) -> None:
             param="prompt",
             code="context_length_exceeded",
         )
+
+
+def check_tokens(prompt: Sequence[int], limits: Limits) -> None:
+    """Raise ClientError if ``prompt`` names a token id that does not exist."""
     if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
         raise ClientError(f"the prompt names a token id outside [0, {limits.vocab_size})", param="prompt")
-    request.params.check_vocabulary(limits.vocab_size)
 
 
 def longest_len(request: Request, limits: Limits) -> int:

@@ -11,7 +11,7 @@ from itertools import compress
 
 from aserve.errors import CapacityError, ClientError
 from aserve.request import FinishReason, Request
-from aserve.scheduler.admission import check_request, longest_len
+from aserve.scheduler.admission import check_request, check_tokens, longest_len
 from aserve.scheduler.delta import SequenceDelta
 from aserve.scheduler.limits import Limits
 from aserve.scheduler.memory import SequenceMemory
@@ -101,12 +101,14 @@ class Scheduler:
             num_finished=self._num_finished.copy(),
         )
 
-    def add(self, request: Request) -> None:
-        """Queue ``request``.
+    def add(self, request: Request, *, are_tokens_checked: bool = False) -> None:
+        """Queue ``request``; ``are_tokens_checked`` saves a look at each token of a prompt that is known to be right.
 
         Raises ClientError if it can never run, CapacityError if the queue is full.
         """
         check_request(request, self.limits)
+        if not are_tokens_checked:
+            check_tokens(request.prompt_token_ids, self.limits)
         if request.request_id in self._sequences:
             raise ClientError(f"request id {request.request_id!r} is in use", param="request_id")
         if self.num_waiting >= self._max_queued_requests:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import sys
+from typing import NamedTuple
 
 import pytest
 from doubles_engine import (
@@ -21,9 +22,11 @@ from doubles_engine import (
 
 from aserve.config import EngineConfig
 from aserve.engine.async_engine import AsyncEngine
+from aserve.engine.replay import replay_file
 from aserve.errors import CapacityError, ClientError, EngineDeadError
-from aserve.request import FinishReason, SamplingParams
+from aserve.request import FinishReason, Request, SamplingParams
 from aserve.runner.scripted import RowFailure
+from aserve.scheduler.admission import check_tokens
 
 
 async def collect(engine, prompt, params=None, **options):
@@ -357,6 +360,56 @@ async def test_bad_prompts_are_refused_and_the_engine_goes_on(prompt, word):
         with pytest.raises(ClientError, match=word):
             await collect(engine, prompt)
         assert len(await collect(engine, "abc", SamplingParams(max_tokens=3))) >= 1
+
+
+async def test_choices_check_their_common_prompt_once(monkeypatch):
+    checked = []
+
+    def note(prompt, limits):
+        checked.append(len(prompt))
+        check_tokens(prompt, limits)
+
+    monkeypatch.setattr("aserve.engine.async_engine.check_tokens", note)
+    monkeypatch.setattr("aserve.scheduler.scheduler.check_tokens", note)
+    async with running_engine(ScriptedRunner(LIMITS, letters)) as engine:
+        prompts = [tuple([97 + number] * 300) for number in range(2)]
+        for number in range(8):
+            engine.add(
+                Request(
+                    request_id=str(number),
+                    prompt_token_ids=prompts[number // 4],
+                    params=SamplingParams(max_tokens=2),
+                ),
+                RecordingSink(),
+            )
+        assert checked == [300, 300]
+        await until(lambda: not engine.stats().num_open)
+
+
+class NamedPrompt(NamedTuple):
+    first: int
+    second: int
+
+
+async def test_a_prompt_of_a_tuples_subclass_runs(tmp_path):
+    async with running_engine(ScriptedRunner(LIMITS, letters)) as engine:
+        sink = RecordingSink()
+        engine.add(
+            Request(request_id="r", prompt_token_ids=NamedPrompt(97, 98), params=SamplingParams(max_tokens=2)), sink
+        )
+        await until(lambda: sink.is_ended)
+        assert replay_file(engine.dump_trace(tmp_path / "run.jsonl")).is_equal
+
+
+async def test_a_bad_prompt_is_refused_each_time():
+    async with running_engine(ScriptedRunner(LIMITS, letters)) as engine:
+        for prompt in ((97, 256), (97, 1.5), (97, -1), (), (97,) * 512):
+            for number in range(2):
+                with pytest.raises(ClientError):
+                    engine.add(
+                        Request(request_id=str(number), prompt_token_ids=prompt, params=SamplingParams()),
+                        RecordingSink(),
+                    )
 
 
 async def test_bad_parameters_are_refused():
