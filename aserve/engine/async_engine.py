@@ -88,7 +88,12 @@ class AsyncEngine:
     @property
     def is_stalled(self) -> bool:
         """True while the device has been at one step for longer than ``step_timeout_s``."""
-        return self._steps is not None and self._steps.waited_s() > self.config.step_timeout_s
+        return self.step_wait_s > self.config.step_timeout_s
+
+    @property
+    def step_wait_s(self) -> float:
+        """For how long the device has been at its present step; 0 while it has none."""
+        return self._steps.waited_s() if self._steps is not None else 0.0
 
     @property
     def is_draining(self) -> bool:
@@ -138,7 +143,12 @@ class AsyncEngine:
         scheduler = make_scheduler(settings)
         trace = TraceRing(scheduler, settings, self.config.trace_steps)
         self._parts = parts
-        self._encoder = PromptEncoder(parts.tokenizer, limits.max_model_len)
+        self._encoder = PromptEncoder(
+            parts.tokenizer,
+            limits.max_model_len,
+            max_queued_requests=self.config.max_queued_requests,
+            num_waiting=lambda: scheduler.num_waiting,
+        )
         self._steps = StepLoop(
             scheduler, parts.runner, self.metrics, trace, overlap=self.config.overlap, tuning=self._tuning
         )
@@ -211,7 +221,8 @@ class AsyncEngine:
         """Return the token ids of a prompt, off the loop.
 
         Messages go through the chat template, which gets ``tools``; ``continue_final_message`` leaves the last one
-        open instead of starting an answer. Raises ClientError for what cannot be encoded or is too long.
+        open instead of starting an answer. Raises ClientError for what cannot be encoded or is too long, and
+        CapacityError if as many as the queue holds wait for a thread or the device already.
         """
         self._check_accepting()
         assert self._encoder is not None

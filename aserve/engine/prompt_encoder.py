@@ -1,11 +1,15 @@
-"""Prompts to token ids, off the event loop, with cheap bounds checked before any work."""
+"""Prompts to token ids, off the event loop, with cheap bounds checked before any work.
+
+What waits for a thread counts against ``max_queued_requests`` together with what waits for the device, so the line in
+front of the scheduler's queue has the same end.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from aserve.errors import ClientError
+from aserve.errors import CapacityError, ClientError
 from aserve.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -17,20 +21,34 @@ NUM_THREADS = 2
 class PromptEncoder:
     """A small pool of threads over one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, max_model_len: int, *, max_queued_requests: int, num_waiting: Callable[[], int]
+    ) -> None:
+        """``num_waiting`` tells how many requests are past their encoding and wait for the device."""
+        self.num_pending = 0  # callers whose prompt waits for a thread or is in one
         self._tokenizer = tokenizer
         self._max_tokens = max_model_len
+        self._max_queued_requests = max_queued_requests
+        self._num_waiting = num_waiting
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aserve-encode")
 
     async def encode(
         self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None, continue_final_message: bool
     ) -> list[int]:
-        """Return the token ids of ``prompt``; raises ClientError if it is too long or cannot be rendered."""
+        """Return the token ids of ``prompt``.
+
+        Raises ClientError if it is too long, cannot be rendered or is no prompt at all, CapacityError if too many wait.
+        """
         if isinstance(prompt, str):
             self._check(self._tokenizer.min_tokens_for(len(prompt)), "prompt")
             return await self._run(lambda: self._tokenizer.encode(prompt, max_tokens=self._max_tokens))
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+            kind = type(prompt).__name__
+            raise ClientError(f"a prompt is text, token ids or chat messages, not {kind}", param="prompt")
         if prompt and isinstance(prompt[0], Mapping):
             self._check(len(prompt), "messages")  # no template gets by with less than a token for each
+            if not all(isinstance(message, Mapping) for message in prompt):
+                raise ClientError("each message must be an object", param="messages")
             self._check(self._tokenizer.min_tokens_for(count_chars(prompt)), "messages")
             return await self._run(
                 lambda: self._tokenizer.encode_chat(
@@ -50,7 +68,15 @@ class PromptEncoder:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     async def _run(self, job: Callable[[], list[int]]) -> list[int]:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, job)
+        """Run ``job`` in a thread; if the caller is cancelled before it begins, it never does."""
+        num_ahead = self.num_pending + self._num_waiting()
+        if num_ahead >= self._max_queued_requests:
+            raise CapacityError(f"{num_ahead} requests are waiting already")
+        self.num_pending += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, job)
+        finally:
+            self.num_pending -= 1
 
     def _check(self, num_tokens: int, param: str) -> None:
         if num_tokens > self._max_tokens:
