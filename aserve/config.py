@@ -58,7 +58,9 @@ class EngineConfig:
     policy: Literal["fcfs", "priority"] = option("fcfs", "order in which waiting requests start")
     max_queued_requests: int = option(1024, "requests that may wait; more are refused with 503")
     num_threads: int | None = option(None, "compute threads on a CPU; default: cores of this machine or container")
-    step_timeout_s: float = option(60.0, "seconds after which a step counts as stuck and /ready turns 503")
+    step_timeout_s: float = option(
+        60.0, "seconds after which a step counts as stuck and /ready turns 503; /health after twice that"
+    )
     trace_steps: int = option(256, "steps kept for the trace file that is written when the engine fails")
     trace_file: str | None = option(None, "where that trace goes; default: a file in the cache folder")
 

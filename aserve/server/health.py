@@ -9,18 +9,28 @@ from aserve.server.errors import report_error
 from aserve.server.generation import send_json
 from aserve.server.state import ServerState
 
+STUCK_FACTOR = 2  # in units of ``step_timeout_s``
+
 
 class Health:
-    """Alive: 200 unless the engine has failed. Says nothing about readiness; a supervisor restarts on it."""
+    """Alive: 200 while it makes sense to wait, also while the model loads; a supervisor restarts on 503.
+
+    That is: the engine has failed, or one step has taken ``STUCK_FACTOR`` times as long as turns readiness off.
+    """
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        is_alive = self._state.engine.is_alive
-        body = orjson.dumps({"status": "ok" if is_alive else "failed"})
-        await send_json(send, body, status=200 if is_alive else 503)
+        engine = self._state.engine
+        if not engine.is_alive:
+            status = "failed"
+        elif engine.step_wait_s > STUCK_FACTOR * engine.config.step_timeout_s:
+            status = "stuck"
+        else:
+            status = "ok"
+        await send_json(send, orjson.dumps({"status": status}), status=200 if status == "ok" else 503)
 
 
 class Ready:

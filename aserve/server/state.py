@@ -61,6 +61,8 @@ class ServerState:
             raise EngineDeadError("the engine has failed")
         if self.is_draining:
             raise CapacityError("the server is shutting down", retry_after_s=5)
+        if self.engine.is_stalled:
+            raise CapacityError(f"a step has not completed for {self.engine.step_wait_s:.0f} s", retry_after_s=5)
         if not self.engine.is_ready:
             raise CapacityError("the model is not ready yet", retry_after_s=2)
 

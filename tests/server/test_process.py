@@ -1,6 +1,7 @@
 """The life of a serving process, seen from outside: loading, draining, signals, and failures of the engine."""
 
 import json
+import re
 import signal
 import socket
 import threading
@@ -204,13 +205,15 @@ def test_a_failed_step_ends_every_client_and_the_process(tmp_path: Path) -> None
         assert "never retrieved" not in server.log
 
 
-def test_a_step_that_hangs_turns_readiness_off(tmp_path: Path) -> None:
+def test_a_step_that_hangs_turns_readiness_and_then_health_off(tmp_path: Path) -> None:
     with serving(scripted("stall_step=20", "step_timeout_s=1", "drain_timeout_s=1"), tmp_path / "log") as server:
         server.wait_for("/ready", 200)
         stream = Call(server, stream=True, **ENDLESS)
         server.wait_for("/ready", 503, 10)
-        assert server.status("/health") == 200
-        assert httpx.post(server.url + CHAT, json=ENDLESS).status_code == 503
+        refused = httpx.post(server.url + CHAT, json=ENDLESS)
+        assert refused.status_code == 503
+        assert re.fullmatch(r"a step has not completed for \d+ s", refused.json()["error"]["message"])
+        server.wait_for("/health", 503, 10)
         server.terminate()
         assert server.wait(10) == 0
         stream.join(5)
