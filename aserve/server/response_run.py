@@ -27,7 +27,7 @@ class ResponseRun:
         self._request = request
         self._engine = engine
         self._outlet = outlet
-        self._names = TokenNames(engine.tokenizer, hides_special=True)
+        self._names = TokenNames(engine.tokenizer, hides_special=request.params.skip_special_tokens)
         self._sink: StreamSink | None = StreamSink(outlet, self, self._note_end)
         self._written = asyncio.Event()
         self._status = ResponseStatus.IN_PROGRESS
@@ -102,6 +102,7 @@ class ResponseRun:
             request_id=self.response_id,
             prompt_token_ids=tuple(prompt_ids),
             params=self._request.params,
+            priority=self._request.priority,
             arrival_time_s=time.monotonic(),
         )
         assert self._sink is not None

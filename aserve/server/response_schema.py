@@ -1,16 +1,20 @@
 """``response.create`` as it arrives, checked and turned into a ``ResponseRequest``; no I/O, no engine.
 
 Three lists: what has an effect, what is accepted without one, and what is refused by name. ``null`` means absent.
-Fields that are in no list are ignored, as the protocol asks.
+Fields that are in no list are ignored, as the protocol asks. How tokens are chosen is read as for the other endpoints,
+and what those refuse by name is refused here too.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from aserve.errors import ClientError
 from aserve.request import SamplingParams
+from aserve.server import schema
+from aserve.server.schema import CommonBody, convert_body, sampling_params
+from aserve.tokenizer.messages import ROLES, TEXT_PARTS
 
 logger = logging.getLogger(__name__)
 
@@ -20,23 +24,39 @@ MAX_INPUT_ITEMS = 4096
 MAX_METADATA = 16
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
 
-ROLES = ("user", "assistant", "system", "developer")
-TEXT_PARTS = ("input_text", "output_text", "text")
-
 WITH_EFFECT = frozenset({
-    "background", "generate", "include", "input", "instructions", "metadata", "model", "previous_response_id",
-    "prompt_cache_options", "stop", "stream_id", "text", "tool_choice", "tools", "top_logprobs", "truncation", "type",
+    "background", "generate", "include", "input", "instructions", "max_output_tokens", "metadata", "model",
+    "previous_response_id", "prompt_cache_options", "stream_id", "text", "tool_choice", "tools", "top_logprobs",
+    "truncation", "type",
 })  # fmt: skip
+SAMPLING_FIELDS = (  # of ``CommonBody``, with the same meaning
+    "frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p", "min_tokens",
+    "presence_penalty", "priority", "repetition_penalty", "seed", "skip_special_tokens", "stop", "stop_token_ids",
+    "temperature", "top_k", "top_p",
+)  # fmt: skip
 
 # Describe features that add nothing to a text model's answer, or hints that a single server has no use for.
-ACCEPTED_WITHOUT_EFFECT = frozenset({
-    "access_programs", "background_options", "client_metadata", "image", "max_tool_calls", "parallel_tool_calls",
-    "prompt_cache_key", "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store", "stream",
-    "stream_options", "user",
-})  # fmt: skip
+ACCEPTED_WITHOUT_EFFECT = schema.ACCEPTED_WITHOUT_EFFECT - {"metadata", "moderation"} | {
+    "access_programs", "background_options", "client_metadata", "image", "max_tool_calls", "reasoning", "stream",
+    "stream_options",
+}  # fmt: skip
 
 # Would change the answer, so they are never ignored.
-REFUSED = ("context_management", "conversation", "moderation", "prompt")
+REFUSED = schema.REFUSED | {"context_management", "conversation", "moderation", "prompt"}
+HARMLESS: dict[str, Callable[[Any], bool]] = {  # field -> is this value one that asks for nothing?
+    **{name: check for name, check in schema.HARMLESS.items() if name not in WITH_EFFECT},
+    "add_generation_prompt": lambda value: value is True,
+    "best_of": lambda value: value == 1,
+    "continue_final_message": lambda value: value is False,
+    "echo": lambda value: value is False,
+    "n": lambda value: value == 1,
+}
+RENAMED = {  # names of the other endpoints -> what to use here
+    "logprobs": f"include: [{LOGPROBS_INCLUDE!r}]",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+}
 
 INCLUDABLE = frozenset({
     LOGPROBS_INCLUDE, "code_interpreter_call.outputs", "computer_call_output.output.image_url",
@@ -44,20 +64,7 @@ INCLUDABLE = frozenset({
     "web_search_call.action.sources", "web_search_call.results",
 })  # fmt: skip
 
-SAMPLING_FIELDS: dict[str, tuple[str, type]] = {  # field -> (name in SamplingParams, type)
-    "temperature": ("temperature", float),
-    "top_p": ("top_p", float),
-    "top_k": ("top_k", int),
-    "min_p": ("min_p", float),
-    "seed": ("seed", int),
-    "repetition_penalty": ("repetition_penalty", float),
-    "presence_penalty": ("presence_penalty", float),
-    "frequency_penalty": ("frequency_penalty", float),
-    "max_output_tokens": ("max_tokens", int),
-    "min_tokens": ("min_tokens", int),
-    "ignore_eos": ("ignore_eos", bool),
-}
-KNOWN = WITH_EFFECT.union(SAMPLING_FIELDS, ACCEPTED_WITHOUT_EFFECT, REFUSED)
+KNOWN = WITH_EFFECT.union(SAMPLING_FIELDS, ACCEPTED_WITHOUT_EFFECT, REFUSED, HARMLESS, RENAMED)
 PARAM_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
 
@@ -67,6 +74,7 @@ class ResponseRequest:
 
     messages: list[Message]
     params: SamplingParams
+    priority: int
     instructions: str | None
     previous_response_id: str | None
     model: str | None
@@ -83,9 +91,11 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
         logger.debug("ignoring unknown fields: %s", sorted(name[:64] for name in unknown)[:20])
     _refuse_unsupported(fields)
     generate = _read_generate(fields)
+    params, priority = _read_sampling(fields, vocab_size, generate=generate)
     request = ResponseRequest(
         messages=_read_input(fields.get("input")),
-        params=_read_sampling(fields, vocab_size, generate=generate),
+        params=params,
+        priority=priority,
         instructions=_read(fields, "instructions", str),
         previous_response_id=_read(fields, "previous_response_id", str),
         model=_read(fields, "model", str),
@@ -121,9 +131,14 @@ def _unsupported(name: str, what: str) -> ClientError:
 
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    for name in REFUSED:
-        if name in fields:
+    for name in sorted(fields.keys() & (REFUSED | HARMLESS.keys())):
+        if name in REFUSED or not HARMLESS[name](fields[name]):
             raise _unsupported(name, name)
+    for name in RENAMED.keys() & fields.keys():
+        if fields[name] is not False:  # logprobs
+            raise ClientError(
+                f"{name} is not a field here; use {RENAMED[name]}", param=name, code="unsupported_parameter"
+            )
     if fields.get("background") not in (None, False):
         raise _unsupported("background", "background on a WebSocket")
     if fields.get("truncation", "disabled") != "disabled":
@@ -148,37 +163,21 @@ def _read_generate(fields: Mapping[str, Any]) -> bool:
     return _read(fields, "generate", bool) is not False and cache_options.get("prewarm") is not True
 
 
-def _read_sampling(fields: Mapping[str, Any], vocab_size: int, *, generate: bool) -> SamplingParams:
-    values = {
-        target: value
-        for name, (target, kind) in SAMPLING_FIELDS.items()
-        if (value := _read(fields, name, kind)) is not None
-    }
-    if values.get("max_tokens", 1) < 1:
+def _read_sampling(fields: Mapping[str, Any], vocab_size: int, *, generate: bool) -> tuple[SamplingParams, int]:
+    """Return how tokens are chosen, and the priority."""
+    common = convert_body({name: fields[name] for name in SAMPLING_FIELDS if name in fields}, CommonBody)
+    max_tokens = _read(fields, "max_output_tokens", int)
+    if max_tokens is not None and max_tokens < 1:
         raise ClientError("max_output_tokens must be at least 1", param="max_output_tokens")
-    if "top_k" in values:
-        values["top_k"] = min(values["top_k"], vocab_size)
     if not generate:
-        values["max_tokens"] = 0
-        values.pop("min_tokens", None)
-    top_logprobs = _read(fields, "top_logprobs", int)
-    if LOGPROBS_INCLUDE in (fields.get("include") or ()):
-        values["logprobs"] = top_logprobs or 0
+        max_tokens = common.min_tokens = 0
+    top_logprobs = _read(fields, "top_logprobs", int) or 0
+    logprobs = top_logprobs if LOGPROBS_INCLUDE in (fields.get("include") or ()) else None
     try:
-        return SamplingParams(stop=_read_stop(fields.get("stop")), **values)
+        return sampling_params(common, vocab_size, max_tokens=max_tokens, logprobs=logprobs), common.priority
     except ClientError as error:
         name = PARAM_NAMES.get(error.param or "", error.param)
         raise ClientError(error.message.replace(error.param or "", name or "", 1), param=name) from error
-
-
-def _read_stop(stop: object) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    if isinstance(stop, str):
-        return (stop,)
-    if isinstance(stop, list) and all(isinstance(text, str) for text in stop):
-        return tuple(stop)
-    raise _type_error("stop", "string or list of strings", stop)
 
 
 def _read_metadata(fields: Mapping[str, Any]) -> dict[str, str]:
@@ -210,7 +209,7 @@ def _read_item(name: str, item: object) -> Message:
         raise _unsupported(f"{name}.type", f"an input item of type {str(kind)[:64]!r}")
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise ClientError(f"{name}.role must be one of {', '.join(ROLES)}, got {role!r}", param=f"{name}.role")
+        raise ClientError(f"{name}.role must be one of {', '.join(sorted(ROLES))}", param=f"{name}.role")
     return {"role": role, "content": _read_content(f"{name}.content", item.get("content"))}
 
 
@@ -228,9 +227,11 @@ def _read_content(name: str, content: object) -> str:
 def _read_part(name: str, part: object) -> str:
     if not isinstance(part, dict):
         raise _type_error(name, "object", part)
-    if part.get("type") not in TEXT_PARTS:
-        raise _unsupported(f"{name}.type", f"a content part of type {part.get('type')!r}")
-    text = part.get("text")
+    kind = part.get("type")
+    field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise _unsupported(f"{name}.type", f"a content part of type {str(kind)[:64]!r}")
+    text = part.get(field)
     if not isinstance(text, str):
-        raise _type_error(f"{name}.text", "string", text)
+        raise _type_error(f"{name}.{field}", "string", text)
     return text

@@ -145,7 +145,7 @@ def parse_chat(body: Mapping[str, Any], vocab_size: int) -> tuple[ChatBody, Answ
     if max_tokens is not None and max_tokens < 1:
         name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
         raise ClientError(f"{name} must be at least 1, got {max_tokens}", param=name)
-    params = _sampling(
+    params = sampling_params(
         fields, vocab_size, max_tokens=max_tokens, logprobs=(fields.top_logprobs or 0) if fields.logprobs else None
     )
     return fields, _options(fields, params)
@@ -156,7 +156,7 @@ def parse_completion(body: Mapping[str, Any], vocab_size: int) -> tuple[Completi
     fields = convert_body(body, CompletionBody)
     if fields.best_of is not None and fields.best_of != fields.n:
         raise ClientError("best_of other than n is not supported", param="best_of", code="unsupported_parameter")
-    params = _sampling(
+    params = sampling_params(
         fields,
         vocab_size,
         max_tokens=DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens,
@@ -198,7 +198,8 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
         raise ClientError(f"{refused[0]} is not supported", param=refused[0], code="unsupported_parameter")
 
 
-def _sampling(fields: CommonBody, vocab_size: int, **others: Any) -> SamplingParams:
+def sampling_params(fields: CommonBody, vocab_size: int, **others: Any) -> SamplingParams:
+    """Return the parameters of ``fields``; ``others`` are those whose names differ between endpoints."""
     params = SamplingParams(
         top_k=min(fields.top_k, vocab_size),
         logit_bias=_logit_bias(fields.logit_bias),
