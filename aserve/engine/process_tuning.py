@@ -2,7 +2,9 @@
 
 The collector is the loop's worst enemy: a full collection with torch loaded takes a third of a second. So what exists
 at ready is frozen, and while steps run nothing is collected unless garbage piles up; when the engine is idle the
-process has its normal collector again, so that a notebook's own garbage goes, too. The short switch interval lets the
+process has its normal collector again, so that a notebook's own garbage goes, too. A load without a pause must not
+leak, either: then the oldest generation is collected now and then, which is short because what was there at ready is
+frozen, and rare enough to take at most a hundredth of the time. The short switch interval lets the
 loop's thread run between two instructions of a tokenizer or template thread.
 """
 
@@ -12,7 +14,10 @@ import time
 
 SWITCH_INTERVAL_S = 0.0005
 MAX_YOUNG_OBJECTS = 20_000  # new containers after which a busy engine collects the youngest, about 1 ms
-MIN_REST_S = 1.0  # between two full collections at idle
+MAX_YOUNG_COLLECTIONS = 10  # after which it collects the middle generation
+MAX_MIDDLE_COLLECTIONS = 10  # after which a busy engine collects the oldest generation, too
+MIN_REST_S = 1.0  # between two full collections
+MAX_FULL_SHARE = 0.01  # of the time of a busy engine, for full collections
 
 
 class ProcessTuning:
@@ -23,7 +28,8 @@ class ProcessTuning:
         self._is_tight = False
         self._had_collector = True
         self._old_interval_s = 0.0
-        self._collected_s = 0.0
+        self._collected_s = 0.0  # when the last full collection ended
+        self._cost_s = 0.0  # and how long it took
 
     def apply(self) -> None:
         """Freeze what exists and shorten the switch interval. Takes as long as a full collection."""
@@ -43,7 +49,11 @@ class ProcessTuning:
             self._is_tight = True
             gc.disable()
         elif gc.get_count()[0] > MAX_YOUNG_OBJECTS:
-            gc.collect(1 if gc.get_count()[1] > 10 else 0)
+            _, num_young, num_middle = gc.get_count()
+            if num_middle > MAX_MIDDLE_COLLECTIONS and self._has_rested(self._cost_s / MAX_FULL_SHARE):
+                self._collect_all()
+            else:
+                gc.collect(1 if num_young > MAX_YOUNG_COLLECTIONS else 0)
 
     def relax(self) -> None:
         """Note that nothing runs: collect now rather than in a step, and give the collector back."""
@@ -52,9 +62,8 @@ class ProcessTuning:
         self._is_tight = False
         if self._had_collector:
             gc.enable()
-        if time.monotonic() - self._collected_s > MIN_REST_S:
-            gc.collect()
-            self._collected_s = time.monotonic()
+        if self._has_rested(0.0):
+            self._collect_all()
 
     def undo(self) -> None:
         """Restore what ``apply`` found. Idempotent."""
@@ -65,3 +74,12 @@ class ProcessTuning:
         if self._had_collector:
             gc.enable()
         sys.setswitchinterval(self._old_interval_s)
+
+    def _has_rested(self, rest_s: float) -> bool:
+        return time.monotonic() - self._collected_s > max(MIN_REST_S, rest_s)
+
+    def _collect_all(self) -> None:
+        started_s = time.monotonic()
+        gc.collect()
+        self._collected_s = time.monotonic()
+        self._cost_s = self._collected_s - started_s
