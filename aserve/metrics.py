@@ -162,5 +162,6 @@ SOURCE_HELP = {
     "kv_cache_usage_ratio": "Share of the pages that running requests hold.",
     "prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits_total": "Prompt tokens found in the prefix cache.",
+    "prefix_cache_hit_ratio": "Share of the prompt tokens looked up that were found, since the start.",
     "num_preemptions_total": "Sequences that gave up their pages and started again.",
 }

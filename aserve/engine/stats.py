@@ -30,5 +30,6 @@ class EngineStats:
             "kv_cache_usage_ratio": pages.num_held_pages / pages.num_pages,
             "prefix_cache_queries_total": pages.num_prefix_tokens_queried,
             "prefix_cache_hits_total": pages.num_prefix_tokens_hit,
+            "prefix_cache_hit_ratio": pages.num_prefix_tokens_hit / max(1, pages.num_prefix_tokens_queried),
             "num_preemptions_total": pages.num_preemptions,
         }

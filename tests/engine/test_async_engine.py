@@ -19,6 +19,7 @@ from doubles_engine import (
     speak,
     until,
 )
+from prometheus_client.parser import text_string_to_metric_families
 
 from aserve.config import EngineConfig
 from aserve.engine.async_engine import AsyncEngine
@@ -421,6 +422,60 @@ async def test_bad_parameters_are_refused():
         with pytest.raises(ClientError, match="in use"):
             engine.add(request("twice", "abc"), RecordingSink())
         engine.abort("twice")
+
+
+async def test_every_metric_that_is_promised_is_exported():
+    async with running_engine(ScriptedRunner(LIMITS, letters)) as engine:
+        for _ in range(2):
+            await collect(engine, [97] * 41, SamplingParams(max_tokens=3, ignore_eos=True))
+        engine.metrics.loop_lag.observe(0.001)
+        families = {family.name: family for family in text_string_to_metric_families(engine.metrics.render().decode())}
+        hits = engine.stats().scheduler.num_prefix_tokens_hit
+    gauges = {
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "kv_pages_held": 0,
+        "kv_cache_usage_ratio": 0,
+        "prefix_cache_hit_ratio": 40 / 82,  # ten full pages of the second prompt
+    }
+    for name, value in gauges.items():
+        assert families[f"aserve_{name}"].type == "gauge"
+        assert families[f"aserve_{name}"].samples[0].value == pytest.approx(value), name
+    assert hits == 40
+    pages = sum(families[f"aserve_kv_pages_{kind}"].samples[0].value for kind in ("free", "cached", "held"))
+    assert pages == LIMITS.num_pages
+    counters = {
+        "prompt_tokens": 82,
+        "generation_tokens": 6,
+        "prompt_tokens_cached": 40,
+        "request_aborts": 0,
+        "prefix_cache_queries": 82,
+        "prefix_cache_hits": 40,
+        "num_preemptions": 0,
+    }
+    for name, value in counters.items():
+        assert families[f"aserve_{name}"].type == "counter"
+        assert families[f"aserve_{name}"].samples[0].value == value, name
+    finished = {sample.labels["finished_reason"]: sample.value for sample in families["aserve_request_success"].samples}
+    assert finished == {"stop": 0, "length": 2, "abort": 0, "error": 0}
+    histograms = {
+        "time_to_first_token_seconds": 2,
+        "inter_token_latency_seconds": 4,
+        "e2e_request_latency_seconds": 2,
+        "step_time_seconds": engine.metrics.num_steps,
+        "loop_lag_seconds": 1,
+    }
+    for name, count in histograms.items():
+        family = families[f"aserve_{name}"]
+        assert family.type == "histogram"
+        counts = [sample.value for sample in family.samples if sample.name.endswith("_count")]
+        assert counts == [count], name
+    edges = [
+        sample.labels["le"]
+        for sample in families["aserve_inter_token_latency_seconds"].samples
+        if "le" in sample.labels
+    ]
+    assert sum(float(edge) < 0.01 for edge in edges) >= 5
 
 
 async def test_a_full_queue_refuses():
