@@ -21,7 +21,7 @@ def runner():
 
 @pytest.fixture(scope="module")
 def engine(runner, demo_files):
-    config = EngineConfig(kv_memory_gib=0.25, max_num_seqs=8, max_num_batched_tokens=64)
+    config = EngineConfig(kv_memory_gib=0.25, max_num_seqs=8, max_num_batched_tokens=64, dtype="float32")
     engine = AsyncEngine(config)
     runner.run(engine.start())
     yield engine
@@ -78,6 +78,40 @@ def test_a_prompt_seen_before_is_found_and_gives_the_same(runner, engine):
     assert first[-1].num_cached_tokens == 0
     assert again[-1].num_cached_tokens == (num_tokens - 1) // page_size * page_size
     assert joined(first, "token_ids") == joined(again, "token_ids")
+
+
+def test_a_prefix_hit_gives_the_same_log_probabilities(runner, engine):
+    """B22: of the tokens after a prompt that is computed, and after the same prompt when it is found."""
+    prompt = "The lighthouse keeper counted the ships that passed below, and wrote down for each of them " * 2
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=5)
+    first, again = (runner.run(collect(engine, prompt, params)) for _ in range(2))
+    assert (first[-1].num_cached_tokens, again[-1].num_cached_tokens > 0) == (0, True)
+    for one, other in zip(joined(first, "logprobs"), joined(again, "logprobs"), strict=True):
+        assert one.token_id == other.token_id
+        assert other.logprob == pytest.approx(one.logprob, abs=1e-3)
+        tops = dict(one.top), dict(other.top)
+        assert tops[1] == pytest.approx(tops[0], abs=1e-3)
+
+
+def test_a_seed_gives_the_same_text_alone_and_among_neighbours(runner, engine):
+    """B35: seven neighbours without a seed share its steps."""
+    prompt = "Once upon a time there was a fox who"
+    seeded = SamplingParams(seed=42, temperature=0.8, max_tokens=16, ignore_eos=True)
+    free = SamplingParams(temperature=0.8, max_tokens=16, ignore_eos=True)
+
+    async def run():
+        alone = await collect(engine, prompt, seeded)
+        unseeded = (collect(engine, f"{prompt} number {number}" * (1 + number % 3), free) for number in range(7))
+        num_steps = engine.metrics.num_steps
+        among, *others = await asyncio.gather(collect(engine, prompt, seeded), *unseeded)
+        assert engine.metrics.num_steps - num_steps < 16 * 4  # they did share steps
+        return ["".join(output.text for output in outputs) for outputs in (alone, among, *others)]
+
+    alone, among, *others = runner.run(run())
+    assert among == alone
+    assert len({alone, *others}) == 8
+    other_seed = runner.run(collect(engine, prompt, SamplingParams(seed=43, temperature=0.8, max_tokens=16)))
+    assert "".join(output.text for output in other_seed) != alone
 
 
 def test_leaving_early_frees_everything(runner, engine):
