@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aserve.attention.base import AttentionBatch, AttentionSpec, LayerKV
+from aserve.attention.base import AttentionBatch, AttentionKind, AttentionProblem, AttentionSpec, LayerKV
+from aserve.attention.torch_backend import TorchBackend
 
 
 @dataclass
@@ -22,6 +23,17 @@ class PagedCase:
 
 def make_spec(num_heads: int, num_kv_heads: int, head_dim: int, **options: object) -> AttentionSpec:
     return AttentionSpec(0, num_heads, num_kv_heads, head_dim, head_dim**-0.5, **options)  # type: ignore[arg-type]
+
+
+def make_problem(device: str = "cpu", dtype: torch.dtype = torch.float32, **kind: object) -> AttentionProblem:
+    """The demo model's problem; ``kind`` changes the one kind of its layers."""
+    fields = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "scale": 0.125} | kind
+    return AttentionProblem(device, dtype, dtype, 16, (AttentionKind(**fields),))  # type: ignore[arg-type]
+
+
+def torch_backend(device: str = "cpu") -> TorchBackend:
+    """The oracle; it plans nothing by kind, so one problem is as good as another."""
+    return TorchBackend(make_problem(device), torch.device(device))
 
 
 def make_case(

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from doubles_attention import torch_backend
 from torch import Tensor
 
 from aserve.attention.base import AttentionBatch, LayerKV
 from aserve.attention.context import ForwardContext
-from aserve.attention.torch_backend import TorchBackend
 from aserve.kernels.operators import Operators
 from aserve.model_files import ModelFiles
 from aserve.models.decoder import Decoder
@@ -41,7 +41,7 @@ class PagedSequence:
             LayerKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(config.num_layers)
         ]
         self._pages = torch.arange(num_pages - 1, -1, -1)
-        self._backend = TorchBackend()
+        self._backend = torch_backend()
         self._num_computed = 0
 
     @torch.inference_mode()

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from doubles_attention import torch_backend
 from torch import Tensor
 
 from aserve.attention.base import AttentionBackend
 from aserve.attention.context import ForwardContext
-from aserve.attention.torch_backend import TorchBackend
 from aserve.kernels.operators import Operators
 from aserve.request import SamplingParams
 from aserve.runner.base import ModelRunner
@@ -66,7 +66,7 @@ def make_runner(
         layer.value[:num_pages].fill_(math.nan)
     parts = DeviceParts(
         model=model,
-        backend=backend or TorchBackend(),
+        backend=backend or torch_backend(),
         operators=Operators(),
         layers_kv=layers_kv,
         device=device,

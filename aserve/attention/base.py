@@ -3,18 +3,32 @@ the kernel's arguments, and how to prepare capture and replay. Layers never know
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 LseBase = Literal["e", "2"]
+KVOrder = Literal["NHD", "HND"]  # what follows what in a page's memory: token, head, element or head, token, element
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """What layers of a model may share, so that a step is planned once for all of them."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What is fixed for one layer."""
+    """What is fixed for one layer; ``kind`` is the part that other layers may share."""
 
     layer_idx: int
     num_heads: int
@@ -24,6 +38,19 @@ class AttentionSpec:
     sliding_window: int | None = None  # keys seen by a query, itself included; None = all
     softcap: float | None = None
     sinks: Tensor | None = None  # [H] float32, one logit per head that joins the softmax's denominator
+    kind: AttentionKind = field(init=False)
+
+    def __post_init__(self) -> None:
+        kind = AttentionKind(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.scale,
+            self.sliding_window,
+            self.softcap,
+            self.sinks is not None,
+        )
+        object.__setattr__(self, "kind", kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +74,10 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Key and value pages of one layer: [pages, page_size, KV heads, head_dim] each (NHD)."""
+    """Key and value pages of one layer: [pages, page_size, KV heads, head_dim] each.
+
+    In memory they lie as the backend's ``kv_order`` says: contiguous for NHD; for HND ``key.transpose(1, 2)`` is.
+    """
 
     key: Tensor
     value: Tensor
@@ -58,22 +88,27 @@ class AttentionProblem:
     """What a model on a device will ask of a backend; known at start, so that a misfit is refused there."""
 
     device_type: str  # "cpu" or "cuda"
-    dtype: torch.dtype  # of queries, keys and values
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    dtype: torch.dtype  # of queries
+    kv_dtype: torch.dtype  # of keys and values in the pool
     page_size: int
-    sliding_window: int | None = None
-    softcap: float | None = None
-    has_sinks: bool = False
+    kinds: tuple[AttentionKind, ...]  # of the model's layers, each once
 
 
 class AttentionBackend(ABC):
-    """Stateless between steps except for its own workspaces; keeps no reference to a batch after the step."""
+    """Stateless between steps except for its own workspaces; keeps no reference to a batch after the step.
+
+    It is built once for a problem that it does not refuse, and may allocate on ``device`` what every step needs and
+    plan a step for each of the problem's kinds; ``forward`` finds its plan by ``spec.kind``.
+    """
 
     name: str
     lse_base: LseBase
+    kv_order: KVOrder = "NHD"  # the pool is allocated so
     offset_bits: int = 64  # width of element offsets into one layer's pages; checked against the pool's size
+
+    def __init__(self, problem: AttentionProblem, device: torch.device) -> None:
+        self.problem = problem
+        self.device = device
 
     @classmethod
     def refuse(cls, problem: AttentionProblem) -> str | None:

@@ -38,17 +38,18 @@ class CpuBackend(AttentionBackend):
     name = "cpu"
     lse_base: LseBase = "e"
 
-    def __init__(self, kernels: CpuKernels | None = None) -> None:
+    def __init__(self, problem: AttentionProblem, device: torch.device, kernels: CpuKernels | None = None) -> None:
+        super().__init__(problem, device)
         self._kernels = kernels or cpu_kernels()
 
     @classmethod
     def refuse(cls, problem: AttentionProblem) -> str | None:
         if problem.device_type != "cpu":
             return f"it runs on a CPU only, not on {problem.device_type}"
-        if problem.head_dim > MAX_HEAD_DIM:
-            return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
-        if problem.dtype not in KV_TYPES:
-            return f"it does not read {dtype_name(problem.dtype)}"
+        if (head_dim := max(kind.head_dim for kind in problem.kinds)) > MAX_HEAD_DIM:
+            return f"head_dim {head_dim} is above {MAX_HEAD_DIM}"
+        if problem.kv_dtype not in KV_TYPES:
+            return f"it does not read {dtype_name(problem.kv_dtype)}"
         return None
 
     def plan(self, batch: AttentionBatch) -> CpuPlan:

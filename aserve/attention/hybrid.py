@@ -8,6 +8,7 @@ from torch import Tensor
 
 from aserve.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, LayerKV, LseBase
 from aserve.attention.merge import convert_lse
+from aserve.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,15 @@ class HybridBackend(AttentionBackend):
     lse_base: LseBase = "e"
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+        """Raise ConfigError if the two cannot read one pool."""
         self.name = f"{prefill.name},{decode.name}"
+        if prefill.kv_order != decode.kv_order:
+            raise ConfigError(
+                f"attention backends {self.name!r} cannot share a pool: "
+                f"{prefill.name} wants pages in {prefill.kv_order} order, {decode.name} in {decode.kv_order}"
+            )
+        super().__init__(decode.problem, decode.device)
+        self.kv_order = decode.kv_order
         self.offset_bits = min(prefill.offset_bits, decode.offset_bits)
         self._prefill = prefill
         self._decode = decode

@@ -23,6 +23,9 @@ def merge_partials(
 ) -> tuple[Tensor, Tensor]:
     """Join attention over two disjoint sets of keys into attention over both.
 
+    For whoever splits the keys of a query, between a shared prefix and the rest, say. No backend here does yet, but
+    each promises LSEs that can be merged so (``return_lse``).
+
     Outputs [T, H, D], LSEs [T, H] float32, both in ``base``; an LSE of -inf means no keys. The
     result has ``output_a``'s dtype and its LSE the same base.
     """

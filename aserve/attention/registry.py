@@ -2,6 +2,8 @@
 
 import logging
 
+import torch
+
 from aserve.attention.base import AttentionBackend, AttentionProblem
 from aserve.attention.hybrid import HybridBackend
 from aserve.errors import ConfigError
@@ -22,35 +24,36 @@ BACKENDS: Registry[type[AttentionBackend]] = Registry(
 PREFERENCES = {"cpu": ("cpu", "torch"), "cuda": ("torch",)}  # device type -> names that "auto" tries, best first
 
 
-def resolve_backend(setting: str, problem: AttentionProblem) -> AttentionBackend:
-    """Return the backend that ``setting`` names: "auto", a name, or "prefill,decode".
+def resolve_backend(setting: str, problem: AttentionProblem, device: torch.device) -> AttentionBackend:
+    """Return the backend that ``setting`` names, built for ``problem``: "auto", a name, or "prefill,decode".
 
-    Raises ConfigError if a name is unknown, refused on this machine, or does not fit ``problem``.
+    Raises ConfigError if a name is unknown, refused on this machine, or does not fit ``problem``, and for two backends
+    that do not fit each other.
     """
     if setting == "auto":
-        return _choose(problem)
+        return _choose(problem, device)
     names = [name.strip() for name in setting.split(",")]
     if len(names) > 2 or not all(names):
         raise ConfigError(f"attention backend {setting!r}: write one name, or 'prefill,decode' with exactly one comma")
     if len(names) == 2 and names[0] == names[1]:
         logger.warning("attention backend %r names %s twice; it is used alone", setting, names[0])
         names.pop()
-    backends = [_load(name, problem) for name in names]
+    backends = [_load(name, problem, device) for name in names]
     return backends[0] if len(backends) == 1 else HybridBackend(*backends)
 
 
-def _load(name: str, problem: AttentionProblem) -> AttentionBackend:
+def _load(name: str, problem: AttentionProblem, device: torch.device) -> AttentionBackend:
     backend = BACKENDS.load(name)
     if reason := backend.refuse(problem):
         raise ConfigError(f"attention backend {name!r} cannot serve this model: {reason}")
-    return backend()
+    return backend(problem, device)
 
 
-def _choose(problem: AttentionProblem) -> AttentionBackend:
+def _choose(problem: AttentionProblem, device: torch.device) -> AttentionBackend:
     refused = []
     for name in PREFERENCES[problem.device_type]:
         try:
-            backend = _load(name, problem)
+            backend = _load(name, problem, device)
         except ConfigError as error:
             refused.append(str(error))
             continue

@@ -56,7 +56,8 @@ class CpuOperators(Operators):
 
     def store_kv(self, k: Tensor, v: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         is_float32 = k.dtype == v.dtype == key.dtype == value.dtype == torch.float32
-        if not (is_float32 and _has_dense_heads(k) and _has_dense_heads(v) and slot_mapping.is_contiguous()):
+        is_dense = _has_dense_heads(k) and _has_dense_heads(v) and key.is_contiguous() and value.is_contiguous()
+        if not (is_float32 and is_dense and slot_mapping.is_contiguous()):
             super().store_kv(k, v, key, value, slot_mapping)
             return
         num_tokens, num_kv_heads, head_dim = k.shape

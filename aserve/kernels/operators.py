@@ -37,9 +37,15 @@ class Operators:
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
     def store_kv(self, k: Tensor, v: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """Write k, v [T, K, D] to the pages key, value [pages, page_size, K, D] at ``slot_mapping`` [T]."""
-        key.view(-1, *key.shape[2:])[slot_mapping] = k.to(key.dtype)
-        value.view(-1, *value.shape[2:])[slot_mapping] = v.to(value.dtype)
+        """Write k, v [T, K, D] to the pages key, value [pages, page_size, K, D] at ``slot_mapping`` [T].
+
+        The pages may be a transposed view of [pages, K, page_size, D] in memory.
+        """
+        for pages, new in ((key, k), (value, v)):
+            if pages.is_contiguous():
+                pages.view(-1, *pages.shape[2:])[slot_mapping] = new.to(pages.dtype)
+            else:
+                pages[slot_mapping // pages.shape[1], slot_mapping % pages.shape[1]] = new.to(pages.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -50,6 +50,10 @@ class Decoder:
             own.append(self._embed)
         return own + [weighted for layer in self._layers for weighted in layer.weighted_layers()]
 
+    def attention_specs(self) -> list[AttentionSpec]:
+        """What each layer asks of the attention backend."""
+        return [layer.attention_spec for layer in self._layers]
+
     def slots(self) -> dict[str, WeightSlot]:
         """Map the tensor names of a checkpoint, as transformers spells them, to their slots."""
         return {name: slot for layer in self.weighted_layers() for name, slot in layer.slots().items()}
@@ -63,6 +67,7 @@ class DecoderLayer:
         self._eps = config.rms_norm_eps
         self._attention_norm = NormWeight(f"{name}.input_layernorm", config.hidden_size, weights)
         self._attention = Attention(config, layer_idx, weights)
+        self.attention_spec = self._attention.spec
         self._mlp_norm = NormWeight(f"{name}.post_attention_layernorm", config.hidden_size, weights)
         self._mlp = Mlp(config, f"{name}.mlp", weights)
 
@@ -114,7 +119,7 @@ class Attention:
             if config.has_qk_norm
             else None
         )
-        self._spec = AttentionSpec(
+        self.spec = AttentionSpec(
             layer_idx=layer_idx,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -125,7 +130,7 @@ class Attention:
 
     def forward(self, x: Tensor, cos_sin: Tensor, ctx: ForwardContext) -> Tensor:
         """Write this step's keys and values to the pool, attend; x and result [T, E]."""
-        operators, layer_kv = ctx.operators, ctx.layers_kv[self._spec.layer_idx]
+        operators, layer_kv = ctx.operators, ctx.layers_kv[self.spec.layer_idx]
         q, k, v = (part.view(len(x), -1, self._head_dim) for part in torch.split(self._qkv(x), self._sizes, dim=1))
         if self._qk_norms is not None:
             q_norm, k_norm = self._qk_norms
@@ -133,7 +138,7 @@ class Attention:
             k = operators.rms_norm(k, k_norm.weight, self._eps)
         q, k = operators.rope(q, k, cos_sin, ctx.batch.positions)
         operators.store_kv(k, v, layer_kv.key, layer_kv.value, ctx.batch.slot_mapping)
-        attended, _ = ctx.backend.forward(q, layer_kv, ctx.plan, self._spec)
+        attended, _ = ctx.backend.forward(q, layer_kv, ctx.plan, self.spec)
         return self._output(attended.flatten(1))
 
     def weighted_layers(self) -> list[WeightedLayer]:

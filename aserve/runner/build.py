@@ -9,7 +9,6 @@ from aserve.attention.registry import resolve_backend
 from aserve.config import EngineConfig
 from aserve.kernels.operators import Operators
 from aserve.model_files import ModelFiles
-from aserve.models.config import DecoderConfig
 from aserve.models.decoder import Decoder
 from aserve.runner.base import ModelRunner
 from aserve.runner.calibrate import MAX_CPU_TOKENS, MAX_STEP_S, StepCost, StepTimer, measure_step_cost
@@ -67,8 +66,15 @@ def assemble(
 ) -> DeviceParts:
     """Choose the attention backend for ``model`` and allocate its pages."""
     shape = model.config
-    backend = resolve_backend(config.attention_backend, _attention_problem(shape, config.page_size, device, dtype))
-    layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype, device)
+    problem = AttentionProblem(
+        device_type=device.type,
+        dtype=dtype,
+        kv_dtype=dtype,
+        page_size=config.page_size,
+        kinds=tuple(dict.fromkeys(spec.kind for spec in model.attention_specs())),
+    )
+    backend = resolve_backend(config.attention_backend, problem, device)
+    layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype, device, backend.kv_order)
     max_num_seqs = resolve_max_num_seqs(config.max_num_seqs, device)
     size = resolve_pool_size(config, layout, shape.max_context_len, max_num_seqs, backend)
     most_tokens = max(MAX_CPU_TOKENS, max_num_seqs) if device.type == "cpu" else GPU_MAX_NUM_BATCHED_TOKENS
@@ -83,21 +89,6 @@ def assemble(
         max_num_tokens=config.max_num_batched_tokens or most_tokens,
         num_pages=size.num_pages,
         page_size=config.page_size,
-    )
-
-
-def _attention_problem(
-    shape: DecoderConfig, page_size: int, device: torch.device, dtype: torch.dtype
-) -> AttentionProblem:
-    windows = [window for window in shape.sliding_windows if window is not None]
-    return AttentionProblem(
-        device_type=device.type,
-        dtype=dtype,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        page_size=page_size,
-        sliding_window=min(windows, default=None),
     )
 
 

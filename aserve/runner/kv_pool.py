@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aserve.attention.base import AttentionBackend, LayerKV
+from aserve.attention.base import AttentionBackend, KVOrder, LayerKV
 from aserve.errors import ConfigError
 
 NUM_DUMMY_PAGES = 1  # at the end of the pool; the dummy row points at them, the scheduler does not know them
@@ -20,6 +20,7 @@ class KVLayout:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    order: KVOrder = "NHD"
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page: keys and values of all layers."""
@@ -63,10 +64,13 @@ def gpu_memory_gib(device: torch.device, fraction: float) -> float:
 
 
 def allocate_pool(layout: KVLayout, page_size: int, num_pages: int) -> list[LayerKV]:
-    """Return zeroed pages for every layer, the dummy pages included."""
-    shape = (num_pages + NUM_DUMMY_PAGES, page_size, layout.num_kv_heads, layout.head_dim)
+    """Return zeroed pages for every layer in the layout's order, the dummy pages included."""
+    is_transposed = layout.order == "HND"
+    tokens_and_heads = (layout.num_kv_heads, page_size) if is_transposed else (page_size, layout.num_kv_heads)
+    shape = (num_pages + NUM_DUMMY_PAGES, *tokens_and_heads, layout.head_dim)
 
     def zeros() -> torch.Tensor:
-        return torch.zeros(shape, dtype=layout.dtype, device=layout.device)
+        pages = torch.zeros(shape, dtype=layout.dtype, device=layout.device)
+        return pages.transpose(1, 2) if is_transposed else pages
 
     return [LayerKV(zeros(), zeros()) for _ in range(layout.num_layers)]

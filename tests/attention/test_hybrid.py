@@ -4,23 +4,23 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_attention import dense_attention, make_case, make_spec
+from doubles_attention import dense_attention, make_case, make_problem, make_spec, torch_backend
 from torch import Tensor
 
 from aserve.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, LayerKV, LseBase
 from aserve.attention.hybrid import HybridBackend
 from aserve.attention.merge import convert_lse
-from aserve.attention.torch_backend import TorchBackend
 
 
 class RecordingBackend(AttentionBackend):
     """Computes like the torch backend, reports LSEs in ``lse_base`` and notes the batches that it plans."""
 
     def __init__(self, name: str, lse_base: LseBase) -> None:
+        super().__init__(make_problem(), torch.device("cpu"))
         self.name = name
         self.lse_base = lse_base
         self.batches: list[AttentionBatch] = []
-        self._torch = TorchBackend()
+        self._torch = torch_backend()
 
     def plan(self, batch: AttentionBatch) -> Any:
         self.batches.append(batch)
@@ -88,8 +88,8 @@ def test_the_slices_are_batches_of_their_own(prefill: RecordingBackend, decode: 
 
 def test_capture_and_replay_belong_to_the_decode_backend(prefill: RecordingBackend) -> None:
     spec = make_spec(2, 1, 64)
-    assert not HybridBackend(TorchBackend(), prefill).supports_capture
-    hybrid = HybridBackend(prefill, TorchBackend())
+    assert not HybridBackend(torch_backend(), prefill).supports_capture
+    hybrid = HybridBackend(prefill, torch_backend())
     assert hybrid.supports_capture
     plan = hybrid.prepare_capture(make_case(spec, [1, 1], [64, 64], 2).batch)
     case = make_case(spec, [1, 1], [3, 50], 2, seed=5)

@@ -5,11 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from doubles_attention import dense_attention, make_case, make_spec
+from doubles_attention import dense_attention, make_case, make_spec, torch_backend
 
 from aserve.attention.base import LseBase
 from aserve.attention.merge import convert_lse, merge_partials
-from aserve.attention.torch_backend import TorchBackend
 
 
 def test_conversion_of_bases() -> None:
@@ -51,7 +50,7 @@ def test_the_result_keeps_the_outputs_dtype() -> None:
 def test_3072_and_64_keys_merge_to_all(base: LseBase) -> None:
     spec = make_spec(2, 1, 64)
     whole = make_case(spec, [1], [3136], 1)
-    backend = TorchBackend()
+    backend = torch_backend()
     parts = []
     for seen in (slice(0, 3072), slice(3072, 3136)):
         part = make_case(spec, [1], [seen.stop - seen.start], 1)

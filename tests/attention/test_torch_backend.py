@@ -5,16 +5,15 @@ import itertools
 
 import pytest
 import torch
-from doubles_attention import PagedCase, dense_attention, make_case, make_spec
+from doubles_attention import PagedCase, dense_attention, make_case, make_spec, torch_backend
 
 from aserve.attention.base import AttentionSpec
-from aserve.attention.torch_backend import TorchBackend
 
 LENGTHS = [1, 15, 16, 17, 257]
 
 
 def check(case: PagedCase, spec: AttentionSpec, tolerance: float = 2e-5) -> None:
-    backend = TorchBackend()
+    backend = torch_backend()
     output, lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True)
     plain, no_lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec)
     expected, expected_lse = dense_attention(case, spec)
@@ -74,7 +73,7 @@ def test_long_chunks_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> 
 def test_decodes_of_very_different_length_are_grouped_and_put_back() -> None:
     spec = make_spec(3, 1, 64)
     case = make_case(spec, [1] * 7, [500, 2, 300, 4, 499, 1, 310], 7)
-    assert len(TorchBackend().plan(case.batch).groups) == 3
+    assert len(torch_backend().plan(case.batch).groups) == 3
     check(case, spec)
 
 
@@ -82,7 +81,7 @@ def test_a_group_gathers_a_bounded_number_of_keys(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("aserve.attention.torch_backend.MAX_GROUP_KEYS", 50)
     spec = make_spec(1, 1, 64)
     case = make_case(spec, [1] * 5, [20, 22, 21, 60, 23], 5)
-    assert [group.max_key_len for group in TorchBackend().plan(case.batch).groups] == [21, 23, 60]
+    assert [group.max_key_len for group in torch_backend().plan(case.batch).groups] == [21, 23, 60]
     check(case, spec)
 
 
@@ -91,7 +90,7 @@ def test_half_precision_pools_accumulate_in_float32(dtype: torch.dtype, toleranc
     """Inputs are exact in float64, so only the rounding of the output is left (2^-8 and 2^-11 of its size)."""
     spec = make_spec(3, 1, 64)
     case = make_case(spec, [1, 1, 20], [100, 257, 60], 2, dtype=dtype)
-    backend = TorchBackend()
+    backend = torch_backend()
     output, lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True)
     expected, expected_lse = dense_attention(case, spec)
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance / 4)
@@ -110,7 +109,7 @@ def test_queries_may_be_a_strided_view() -> None:
 def test_one_key_has_its_score_as_lse() -> None:
     spec = make_spec(1, 1, 64)
     case = make_case(spec, [1], [1], 1)
-    backend = TorchBackend()
+    backend = torch_backend()
     assert backend.lse_base == "e"
     _, lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True)
     assert lse is not None
@@ -120,7 +119,7 @@ def test_one_key_has_its_score_as_lse() -> None:
 def test_replay_uses_the_captured_buffers_and_overwrites_all_of_them() -> None:
     """The plan stands in for a graph: it was captured for other sequences, and a larger replay left it dirty."""
     spec = make_spec(6, 2, 64, sliding_window=100)
-    backend = TorchBackend()
+    backend = torch_backend()
     capacity = make_case(spec, [1] * 4, [128] * 4, 4, seed=1)
     plan = backend.prepare_capture(capacity.batch)
     addresses = [tensor.data_ptr() for group in plan.groups for tensor in (group.page_table, group.key_lens)]
@@ -138,7 +137,7 @@ def test_replay_uses_the_captured_buffers_and_overwrites_all_of_them() -> None:
 
 def test_a_captured_plan_keeps_nothing_of_the_batch_it_was_captured_with() -> None:
     spec = make_spec(1, 1, 64)
-    backend = TorchBackend()
+    backend = torch_backend()
     case = make_case(spec, [1, 1], [32, 20], 2)
     plan = backend.prepare_capture(case.batch)
     case.batch.page_table.fill_(10_000)
@@ -149,7 +148,7 @@ def test_a_captured_plan_keeps_nothing_of_the_batch_it_was_captured_with() -> No
 
 def test_only_decodes_are_captured_and_only_at_their_size() -> None:
     spec = make_spec(1, 1, 64)
-    backend = TorchBackend()
+    backend = torch_backend()
     assert backend.supports_capture
     with pytest.raises(ValueError, match="only batches of decodes"):
         backend.prepare_capture(make_case(spec, [1, 2], [4, 4], 1).batch)

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from doubles_attention import dense_attention, make_case, make_spec
-
-from aserve.attention.torch_backend import TorchBackend
+from doubles_attention import dense_attention, make_case, make_spec, torch_backend
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -15,7 +13,7 @@ CUDA = torch.device("cuda")
 def test_mixed_batches_equal_dense_attention(page_size: int, options: dict[str, object]) -> None:
     spec = make_spec(6, 2, 64, **{key: getattr(value, "cuda", lambda v=value: v)() for key, value in options.items()})
     case = make_case(spec, [1, 1, 1, 30, 17], [1, 33, 257, 30, 50], 3, page_size=page_size, device="cuda")
-    backend = TorchBackend()
+    backend = torch_backend("cuda")
     output, lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True)
     expected, expected_lse = dense_attention(case, spec)
     torch.testing.assert_close(output.double().cpu(), expected, rtol=2e-5, atol=2e-5)
@@ -25,7 +23,7 @@ def test_mixed_batches_equal_dense_attention(page_size: int, options: dict[str, 
 
 def test_a_captured_graph_replays_for_other_sequences() -> None:
     spec = make_spec(6, 2, 64, sliding_window=100)
-    backend = TorchBackend()
+    backend = torch_backend("cuda")
     largest = make_case(spec, [1] * 4, [128] * 4, 4, seed=9, device="cuda")
     plan = backend.prepare_capture(largest.batch)
     q = torch.zeros_like(largest.q)

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from doubles_attention import PagedCase, dense_attention, make_case, make_spec
+from doubles_attention import PagedCase, dense_attention, make_case, make_problem, make_spec
 from doubles_kernels import Threads, load_variant, variants
 
-from aserve.attention.base import AttentionProblem, AttentionSpec
+from aserve.attention.base import AttentionSpec
 from aserve.attention.cpu_backend import CpuBackend
 
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 257, 700]
@@ -16,8 +16,12 @@ SHAPES = [(1, 64), (2, 80), (3, 64), (4, 128), (5, 20), (8, 64), (60, 16), (1, 2
 pytestmark = pytest.mark.parametrize("variant", variants())
 
 
+def make_backend(variant: str) -> CpuBackend:
+    return CpuBackend(make_problem(), torch.device("cpu"), load_variant(variant))
+
+
 def check(variant: str, case: PagedCase, spec: AttentionSpec, tolerance: float = 2e-5) -> None:
-    backend = CpuBackend(load_variant(variant))
+    backend = make_backend(variant)
     output, lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True)
     expected, expected_lse = dense_attention(case, spec)
     assert output.dtype == case.q.dtype
@@ -73,7 +77,7 @@ def test_keys_before_the_window_are_never_read(variant: str, window: int) -> Non
             page = int(case.batch.page_table[seq, position // 16])
             case.layer_kv.key[page, position % 16] = math.nan
             case.layer_kv.value[page, position % 16] = math.nan
-    backend = CpuBackend(load_variant(variant))
+    backend = make_backend(variant)
     output, _ = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec)
     torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5)
 
@@ -90,7 +94,7 @@ def test_half_precision_pools(variant: str, head_dim: int, dtype: torch.dtype, t
 def test_rows_are_equal_bit_for_bit_alone_and_in_a_batch(variant: str, options: dict[str, object]) -> None:
     spec = make_spec(9, 3, 64, **options)
     case = make_case(spec, [1, 1, 1, 40, 5, 100], [192, 3, 2000, 300, 900, 100], 3)
-    backend = CpuBackend(load_variant(variant))
+    backend = make_backend(variant)
     together = []
     for num_threads in (1, 2, 5):
         with Threads(num_threads):
@@ -116,7 +120,7 @@ def test_rows_are_equal_bit_for_bit_alone_and_in_a_batch(variant: str, options: 
 def test_a_nan_query_hurts_no_other_row(variant: str) -> None:
     spec = make_spec(6, 2, 64)
     case = make_case(spec, [1, 1, 20], [40, 50, 60], 2)
-    backend = CpuBackend(load_variant(variant))
+    backend = make_backend(variant)
     clean, _ = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec)
     case.q[0, 2, 3] = case.q[7, 1, 0] = math.nan
     output, _ = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec)
@@ -148,14 +152,9 @@ def test_rows_of_query_length_zero_are_passed_over(variant: str) -> None:
     check(variant, case, spec)
 
 
-def problem(**changes: object) -> AttentionProblem:
-    plain = AttentionProblem("cpu", torch.float32, num_heads=9, num_kv_heads=3, head_dim=64, page_size=16)
-    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
-
-
 def test_what_it_cannot_serve_is_refused_by_name(variant: str) -> None:
     del variant  # decided before anything is compiled
-    assert CpuBackend.refuse(problem()) is None
-    assert "CPU only" in str(CpuBackend.refuse(problem(device_type="cuda")))
-    assert "head_dim 512" in str(CpuBackend.refuse(problem(head_dim=512)))
-    assert "float64" in str(CpuBackend.refuse(problem(dtype=torch.float64)))
+    assert CpuBackend.refuse(make_problem()) is None
+    assert "CPU only" in str(CpuBackend.refuse(make_problem("cuda")))
+    assert "head_dim 512" in str(CpuBackend.refuse(make_problem(head_dim=512)))
+    assert "float64" in str(CpuBackend.refuse(make_problem(dtype=torch.float64)))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles_attention import make_problem
 from doubles_kernels import variants
 
 from aserve.attention.registry import resolve_backend
@@ -174,10 +175,8 @@ def test_the_reason_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
 
 def test_the_registries_take_the_kernels_first() -> None:
-    from aserve.attention.base import AttentionProblem
     from aserve.quantization.registry import resolve_quantization
 
     cpu = torch.device("cpu")
     assert resolve_quantization("int8", cpu).name == "int8_cpu"
-    problem = AttentionProblem("cpu", torch.float32, num_heads=9, num_kv_heads=3, head_dim=64, page_size=16)
-    assert resolve_backend("auto", problem).name == "cpu"
+    assert resolve_backend("auto", make_problem(), cpu).name == "cpu"

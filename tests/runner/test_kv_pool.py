@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from doubles_attention import make_problem, torch_backend
 
 from aserve.attention.torch_backend import TorchBackend
 from aserve.errors import ConfigError
+from aserve.kernels.choose import choose_operators
+from aserve.kernels.operators import Operators
 from aserve.runner.kv_pool import KVLayout, allocate_pool, check_offsets, count_pages
 
 CPU = torch.device("cpu")
@@ -39,21 +42,37 @@ def test_the_pool_has_a_dummy_page_beyond_the_numbered_ones() -> None:
     assert all(not pages.any() for layer in pool for pages in (layer.key, layer.value))
 
 
+def test_a_pool_with_heads_first_is_indexed_like_any_other() -> None:
+    """And the torch operators write to it: token ``slot`` goes to page slot // 4, place slot % 4."""
+    layout = KVLayout(num_layers=1, num_kv_heads=3, head_dim=8, dtype=torch.float32, device=CPU, order="HND")
+    (layer,) = allocate_pool(layout, 4, 5)
+    assert layer.key.shape == (6, 4, 3, 8)
+    assert layer.key.transpose(1, 2).is_contiguous()
+    assert layer.value.transpose(1, 2).is_contiguous()
+    k, v = torch.randn(2, 2, 3, 8)
+    for operators in (Operators(), choose_operators(CPU)):
+        layer.key.zero_()
+        operators.store_kv(k, v, layer.key, layer.value, torch.tensor([9, 3]))
+        assert torch.equal(layer.key[2, 1], k[0])
+        assert torch.equal(layer.value[0, 3], v[1])
+        assert layer.key.count_nonzero() == k.numel()
+
+
 def test_a_139_gib_card_full_of_the_demo_is_half_of_what_32_bits_reach() -> None:
     """5.83 million tokens; the largest offset of one layer's keys is 0.52 of 2^31."""
     num_pages = 5_830_000 // 16
-    check_offsets(DEMO, 16, num_pages, NarrowBackend())
+    check_offsets(DEMO, 16, num_pages, NarrowBackend(make_problem(), CPU))
     assert num_pages * DEMO.page_elements(16) / 2**31 == pytest.approx(0.52, abs=0.005)
 
 
 def test_the_limit_of_32_bit_offsets_is_exact() -> None:
     """A page has 16 * 3 * 64 = 3072 elements: 699050 pages end below 2^31, of which one is the dummy page."""
-    check_offsets(DEMO, 16, 699_049, NarrowBackend())
+    check_offsets(DEMO, 16, 699_049, NarrowBackend(make_problem(), CPU))
     with pytest.raises(ConfigError, match=r"'narrow' has 32-bit offsets .* the most is num_pages=699049"):
-        check_offsets(DEMO, 16, 699_050, NarrowBackend())
-    check_offsets(DEMO, 16, 699_050, TorchBackend())
+        check_offsets(DEMO, 16, 699_050, NarrowBackend(make_problem(), CPU))
+    check_offsets(DEMO, 16, 699_050, torch_backend())
 
 
 def test_page_numbers_fit_the_page_table() -> None:
     with pytest.raises(ConfigError, match="does not fit the page table's 32-bit numbers"):
-        check_offsets(DEMO, 1, 2**31 - 1, TorchBackend())
+        check_offsets(DEMO, 1, 2**31 - 1, torch_backend())

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_attention import torch_backend
 from doubles_models import load_folder, make_oracle
 from doubles_runner import RandomDriver, Run, make_runner
 
 from aserve.attention.hybrid import HybridBackend
-from aserve.attention.torch_backend import TorchBackend
 from aserve.models.decoder import Decoder
 from aserve.request import SamplingParams
 
@@ -61,7 +61,7 @@ def test_greedy_tokens_equal_transformers(
     models: tuple[Any, Decoder], page_size: int, num_pages: int, seed: int
 ) -> None:
     oracle, decoder = models
-    backend = HybridBackend(TorchBackend(), TorchBackend()) if seed == 2 else TorchBackend()
+    backend = HybridBackend(torch_backend(), torch_backend()) if seed == 2 else torch_backend()
     runner, _ = make_runner(decoder, page_size=page_size, num_pages=num_pages, max_num_tokens=60, backend=backend)
     runs = make_runs(seed, 12)
     driver = RandomDriver(runner, runs, seed)
