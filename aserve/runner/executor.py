@@ -13,9 +13,10 @@ from aserve.attention.context import ForwardContext
 from aserve.kernels.operators import Operators
 from aserve.models.decoder import Decoder
 from aserve.runner.inputs import InputBuffers, StepInputs
-from aserve.runner.prompt_scores import PromptScores
+from aserve.runner.prompt_scores import ChunkScores, PromptScores
 from aserve.runner.tables import DeviceTables
-from aserve.sampling.sampler import Sampler
+from aserve.runner.transfer import Transfer
+from aserve.sampling.sampler import SampledTokens, Sampler
 from aserve.scheduler.plan import StepPlan, StepTokens
 
 
@@ -41,15 +42,17 @@ class StepExecutor:
     def __init__(self, parts: DeviceParts, eos_token_ids: Set[int]) -> None:
         vocab_size = parts.model.config.vocab_size
         self._parts = parts
+        self._transfer = Transfer(parts.device)
         self._tables = DeviceTables(
             max_num_seqs=parts.max_num_seqs,
             max_model_len=parts.max_model_len,
             page_size=parts.page_size,
             num_pages=parts.num_pages,
             device=parts.device,
+            upload=self._transfer.upload,
         )
         self._buffers = InputBuffers(parts.max_num_seqs, parts.max_num_tokens)
-        self._sampler = Sampler(parts.max_num_seqs + 1, vocab_size, eos_token_ids, parts.device)
+        self._sampler = Sampler(parts.max_num_seqs + 1, vocab_size, eos_token_ids, parts.device, self._transfer.upload)
         self._prompt_scores = PromptScores(parts.model, self._tables.token_pool)
 
     @torch.inference_mode()
@@ -70,10 +73,9 @@ class StepExecutor:
     def _run(self, plan: StepPlan) -> StepTokens:
         inputs = self._buffers.fill(plan)
         hidden = self._forward(plan, inputs)
-        prompt_logprobs = self._prompt_scores.score(plan, inputs, hidden)
-        tokens = self._sample(plan, inputs, hidden) if inputs.sampled_seqs.size else StepTokens(plan.step_id, [])
-        tokens.prompt_logprobs = prompt_logprobs
-        return tokens
+        scores = self._prompt_scores.score(plan, inputs, hidden)
+        sampled = self._sample(inputs, hidden) if inputs.sampled_seqs.size else None
+        return self._read_back(plan.step_id, sampled, scores)
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         parts = self._parts
@@ -81,10 +83,20 @@ class StepExecutor:
         ctx = ForwardContext(batch, parts.backend, parts.backend.plan(batch), parts.layers_kv, parts.operators)
         return parts.model.forward(token_ids, ctx)
 
-    def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> StepTokens:
+    def _sample(self, inputs: StepInputs, hidden: Tensor) -> SampledTokens:
         rows = inputs.rows[inputs.sampled_seqs].astype(np.int64)
         positions = inputs.key_lens[inputs.sampled_seqs].astype(np.int64)
-        logits = self._parts.model.compute_logits(hidden[self._tables.upload(inputs.sampled_tokens)])
+        logits = self._parts.model.compute_logits(hidden[self._transfer.upload(inputs.sampled_tokens)])
         sampled = self._sampler.sample(logits, rows, positions)
         self._tables.store_sampled(rows, positions, sampled.token_ids)
-        return sampled.read(plan.step_id)
+        return sampled
+
+    def _read_back(self, step_id: int, sampled: SampledTokens | None, scores: list[ChunkScores]) -> StepTokens:
+        """Wait for the device, once, and list what it found."""
+        groups = self._transfer.read_back([sampled.tensors() if sampled else (), *(chunk.tensors for chunk in scores)])
+        tokens = sampled.report(step_id, groups[0]) if sampled else StepTokens(step_id, [])
+        if scores:
+            tokens.prompt_logprobs = {
+                chunk.place: chunk.report(group) for chunk, group in zip(scores, groups[1:], strict=True)
+            }
+        return tokens

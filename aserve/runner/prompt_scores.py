@@ -1,15 +1,32 @@
 """Log probabilities of prompt tokens, for the rows that ask for them."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from aserve.models.decoder import Decoder
 from aserve.request import TokenLogprobs
 from aserve.runner.inputs import StepInputs
-from aserve.sampling.logprobs import compute_logprobs, read_logprobs
+from aserve.sampling.logprobs import LogprobTensors, compute_logprobs, list_logprobs
 from aserve.scheduler.plan import RowStart, StepPlan
 
 MAX_LOGIT_ROWS = 256  # positions whose logits exist at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkScores:
+    """Scores of one row of a step, still on the device: one position for each token that a prompt token follows."""
+
+    place: int  # in the plan
+    num_top: int
+    tensors: LogprobTensors
+
+    def report(self, on_host: Sequence[Tensor]) -> list[TokenLogprobs]:
+        """Return one entry for each position; ``on_host`` are copies of ``tensors``."""
+        copies = LogprobTensors(*on_host)
+        return list_logprobs(copies, [self.num_top] * len(copies.token_ids))
 
 
 class PromptScores:
@@ -26,11 +43,11 @@ class PromptScores:
         if start.params.prompt_logprobs is not None:
             self._wanted[start.row] = start.params.prompt_logprobs, start.prompt_len
 
-    def score(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> dict[int, list[TokenLogprobs]] | None:
-        """Return, per place in the plan, one entry for each scheduled token that a prompt token follows."""
+    def score(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> list[ChunkScores]:
+        """Score each scheduled token that a prompt token follows; nothing waits for the device."""
         if not self._wanted:
-            return None
-        scores = {}
+            return []
+        scores = []
         for place, row in enumerate(plan.rows):
             if row not in self._wanted:
                 continue
@@ -40,12 +57,13 @@ class PromptScores:
             if count > 0:
                 first_token = int(inputs.cu_query_lens[place])
                 targets = self._token_pool[row, computed + 1 : computed + 1 + count].long()
-                scores[place] = self._score(hidden[first_token : first_token + count], targets, num_top)
-        return scores or None
-
-    def _score(self, hidden: Tensor, targets: Tensor, num_top: int) -> list[TokenLogprobs]:
-        scores: list[TokenLogprobs] = []
-        for rows, ids in zip(torch.split(hidden, MAX_LOGIT_ROWS), torch.split(targets, MAX_LOGIT_ROWS), strict=True):
-            tensors = compute_logprobs(self._model.compute_logits(rows), ids, num_top)
-            scores += read_logprobs(tensors, ids.tolist(), [num_top] * len(ids))
+                parts = self._score(hidden[first_token : first_token + count], targets, num_top)
+                scores.append(ChunkScores(place, num_top, parts))
         return scores
+
+    def _score(self, hidden: Tensor, targets: Tensor, num_top: int) -> LogprobTensors:
+        parts = [
+            compute_logprobs(self._model.compute_logits(rows), ids, num_top)
+            for rows, ids in zip(torch.split(hidden, MAX_LOGIT_ROWS), torch.split(targets, MAX_LOGIT_ROWS), strict=True)
+        ]
+        return LogprobTensors(*map(torch.cat, zip(*parts, strict=True)))

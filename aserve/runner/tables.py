@@ -7,6 +7,7 @@ from torch import Tensor
 
 from aserve.attention.base import AttentionBatch
 from aserve.runner.inputs import StepInputs
+from aserve.sampling.sampler import Upload
 from aserve.scheduler.plan import StepPlan
 
 
@@ -18,10 +19,17 @@ class DeviceTables:
     """
 
     def __init__(
-        self, *, max_num_seqs: int, max_model_len: int, page_size: int, num_pages: int, device: torch.device
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        page_size: int,
+        num_pages: int,
+        device: torch.device,
+        upload: Upload,
     ) -> None:
         self._page_size = page_size
-        self._device = device
+        self._upload = upload
         num_rows, width = max_num_seqs + 1, -(-max_model_len // page_size)
         self.page_table = torch.full((num_rows, width), num_pages, dtype=torch.int32, device=device)
         self.token_pool = torch.zeros((num_rows, max_model_len + 1), dtype=torch.int32, device=device)
@@ -30,14 +38,14 @@ class DeviceTables:
     def update(self, plan: StepPlan) -> None:
         """Write the tokens of rows that start and the pages that rows were given."""
         for start in plan.row_starts:
-            self.token_pool[start.row, : len(start.token_ids)] = self.upload(np.array(start.token_ids, np.int32))
+            self.token_pool[start.row, : len(start.token_ids)] = self._upload(np.array(start.token_ids, np.int32))
         if plan.page_updates:
-            rows, indices, pages = self.upload(np.array(plan.page_updates, np.int64).T)
+            rows, indices, pages = self._upload(np.array(plan.page_updates, np.int64).T)
             self.page_table[rows, indices] = pages.int()
 
     def gather(self, inputs: StepInputs, plan: StepPlan) -> tuple[Tensor, AttentionBatch]:
         """Return the step's token ids [T] and its bookkeeping for the attention backends."""
-        token_rows, positions = self.upload(inputs.token_rows), self.upload(inputs.positions)
+        token_rows, positions = self._upload(inputs.token_rows), self._upload(inputs.positions)
         pages = self.page_table[token_rows, positions // self._page_size].long()
         cu_query_lens, cu_key_lens = self._prefix_sums(inputs, plan)
         width = -(-inputs.max_key_len // self._page_size)
@@ -46,8 +54,8 @@ class DeviceTables:
             key_lens=inputs.key_lens.tolist(),
             num_decodes=plan.num_decodes + len(inputs.rows) - inputs.num_seqs,
             cu_query_lens=cu_query_lens,
-            key_lens_device=self.upload(inputs.key_lens),
-            page_table=self.page_table[:, :width].index_select(0, self.upload(inputs.rows)),
+            key_lens_device=self._upload(inputs.key_lens),
+            page_table=self.page_table[:, :width].index_select(0, self._upload(inputs.rows)),
             slot_mapping=pages * self._page_size + positions % self._page_size,
             positions=positions,
             page_size=self._page_size,
@@ -59,17 +67,12 @@ class DeviceTables:
         """Upload only what is new: decodes count 0, 1, 2, ...; without earlier keys both sums are one tensor."""
         is_padded = len(inputs.rows) != inputs.num_seqs
         if inputs.is_fresh and not is_padded:
-            cu_key_lens = self.upload(inputs.cu_key_lens)
+            cu_key_lens = self._upload(inputs.cu_key_lens)
             return cu_key_lens, cu_key_lens
         if plan.is_decode and not is_padded:
-            return self._prefix_sums_of_decodes[: inputs.num_seqs + 1], self.upload(inputs.cu_key_lens)
-        return self.upload(inputs.cu_query_lens), self.upload(inputs.cu_key_lens)
+            return self._prefix_sums_of_decodes[: inputs.num_seqs + 1], self._upload(inputs.cu_key_lens)
+        return self._upload(inputs.cu_query_lens), self._upload(inputs.cu_key_lens)
 
     def store_sampled(self, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: Tensor) -> None:
         """Write sampled ids [N] where the next step finds them."""
-        self.token_pool[self.upload(rows), self.upload(positions)] = token_ids.int()
-
-    def upload(self, array: NDArray[np.generic]) -> Tensor:
-        """Copy a host array to the device; on a CPU too, for the host's buffers are filled again."""
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor.clone() if self._device.type == "cpu" else tensor.to(self._device)
+        self.token_pool[self._upload(rows), self._upload(positions)] = token_ids.int()

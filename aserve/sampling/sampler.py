@@ -4,7 +4,7 @@ Order: raw log probabilities are set aside; then logit bias, min_tokens and pena
 token, or a draw. What a row gets depends on its own logits, parameters, seed and position alone.
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from aserve.request import TokenLogprobs
 from aserve.sampling.draw import Filters, draw_tokens
-from aserve.sampling.logprobs import LogprobTensors, compute_logprobs, read_logprobs
+from aserve.sampling.logprobs import LogprobTensors, compute_logprobs, list_logprobs
 from aserve.sampling.row_params import Column, Need, RowParams, final_token_ids
 from aserve.sampling.token_counts import TokenCounts
 from aserve.sampling.uniform import draw_uniforms
 from aserve.scheduler.plan import RowStart, StepTokens
 
 IntArray = NDArray[np.int64]
+Upload = Callable[[NDArray[np.generic]], Tensor]  # to the sampler's device; the array may change afterwards
 BAD_LOGITS = "the model's logits for this sequence are not finite"
 
 
@@ -30,35 +31,37 @@ class SampledTokens:
 
     token_ids: Tensor  # [N] int64
     is_bad: Tensor  # [N] bool: no token could be chosen
+    logprobs: LogprobTensors | None  # of M rows
     logprob_places: IntArray  # [M], among the N
     num_logprobs: list[int]  # M
-    logprobs: LogprobTensors | None  # of M rows
 
-    def read(self, step_id: int) -> StepTokens:
-        """Bring everything to the host; waits for the device."""
-        token_ids: list[int] = self.token_ids.tolist()
-        errors = {}
-        for place in torch.nonzero(self.is_bad).flatten().tolist():
+    def tensors(self) -> list[Tensor]:
+        """What ``report`` needs on the host."""
+        return [self.token_ids, self.is_bad, *(self.logprobs or ())]
+
+    def report(self, step_id: int, on_host: Sequence[Tensor]) -> StepTokens:
+        """Return the result of the step; ``on_host`` are copies of ``tensors()``."""
+        token_ids: list[int] = on_host[0].tolist()
+        is_bad = on_host[1].numpy()
+        errors = dict.fromkeys(np.flatnonzero(is_bad).tolist(), BAD_LOGITS)
+        for place in errors:
             token_ids[place] = -1
-            errors[place] = BAD_LOGITS
-        return StepTokens(step_id, token_ids, logprobs=self._read_logprobs(token_ids), errors=errors)
-
-    def _read_logprobs(self, token_ids: list[int]) -> list[TokenLogprobs | None] | None:
-        if self.logprobs is None:
-            return None
-        places = self.logprob_places.tolist()
-        reports: list[TokenLogprobs | None] = [None] * len(token_ids)
-        chosen = [token_ids[place] for place in places]
-        for place, report in zip(places, read_logprobs(self.logprobs, chosen, self.num_logprobs), strict=True):
-            reports[place] = report if report.token_id >= 0 else None
-        return reports
+        reports: list[TokenLogprobs | None] | None = None
+        if self.logprobs is not None:
+            reports = [None] * len(token_ids)
+            listed = list_logprobs(LogprobTensors(*on_host[2:]), self.num_logprobs)
+            for place, logprobs in zip(self.logprob_places.tolist(), listed, strict=True):
+                reports[place] = None if place in errors else logprobs
+        return StepTokens(step_id, token_ids, logprobs=reports, errors=errors)
 
 
 class Sampler:
     """Keeps the sampling state of ``num_rows`` rows of the page table."""
 
-    def __init__(self, num_rows: int, vocab_size: int, eos_token_ids: Set[int], device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self, num_rows: int, vocab_size: int, eos_token_ids: Set[int], device: torch.device, upload: Upload
+    ) -> None:
+        self._upload = upload
         self._eos_token_ids = eos_token_ids
         self._params = RowParams(num_rows, vocab_size)
         self._counts = TokenCounts(num_rows, vocab_size, device)
@@ -93,7 +96,7 @@ class Sampler:
         logprobs = None
         if raw is not None:
             logprobs = compute_logprobs(raw, token_ids[self._upload(places)], max(num_logprobs))
-        return SampledTokens(token_ids, is_bad, places, num_logprobs, logprobs)
+        return SampledTokens(token_ids, is_bad, logprobs, places, num_logprobs)
 
     def _adjust(self, logits: Tensor, rows: IntArray, positions: IntArray, needs: NDArray[np.uint8]) -> Tensor:
         """Apply what changes single logits: bias, the ban on ending early, penalties."""
@@ -137,6 +140,3 @@ class Sampler:
         if (places := np.flatnonzero(needs & Need.PENALTIES)).size:
             at = self._upload(places)
             self._counts.add(self._upload(rows[places]), token_ids[at], ~is_bad[at])
-
-    def _upload(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

@@ -8,6 +8,7 @@ import torch
 
 from aserve.runner.inputs import InputBuffers, StepInputs
 from aserve.runner.tables import DeviceTables
+from aserve.runner.transfer import Transfer
 from aserve.scheduler.plan import RowStart, StepPlan
 
 ROWS = 8
@@ -21,8 +22,14 @@ def plan_of(spans: list[tuple[int, int, int, bool]], num_decodes: int = 0) -> St
 
 
 def make_tables() -> DeviceTables:
+    device = torch.device("cpu")
     return DeviceTables(
-        max_num_seqs=ROWS, max_model_len=64, page_size=PAGE_SIZE, num_pages=NUM_PAGES, device=torch.device("cpu")
+        max_num_seqs=ROWS,
+        max_model_len=64,
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+        device=device,
+        upload=Transfer(device).upload,
     )
 
 
