@@ -96,11 +96,6 @@ class AsyncEngine:
         return self._steps.waited_s() if self._steps is not None else 0.0
 
     @property
-    def is_draining(self) -> bool:
-        """True once ``drain`` was called."""
-        return self._is_draining
-
-    @property
     def model_name(self) -> str:
         """What clients call the model."""
         return self._loaded().model_name

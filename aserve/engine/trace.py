@@ -113,11 +113,6 @@ class TraceRing:
         else:
             self._due_idle = self._due_busy = self._num_steps + self._max_steps
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the kept lines."""
-        return sum(map(len, self.lines()))
-
     def lines(self) -> list[bytes]:
         """Return the kept lines, starting with a head."""
         return [line for segment in self._segments for line in segment]

@@ -127,7 +127,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Return the next plan to launch; None if there is nothing to do before a plan in flight is committed."""
-        if not self._sequences:
+        if not self.has_unfinished:
             return None
         self._memory.repoint(self._committed_step)
         flight = self._planner.plan(self._launched_step + 1, is_idle=not self._flights)
@@ -163,7 +163,7 @@ class Scheduler:
         for seq in running:
             assert len(seq.token_ids) + seq.num_pending <= max(seq.max_len, seq.prompt_len + 1), "ran past its end"
             assert seq.status is not Status.DRAINING or self._flights, "a sequence waits for a step that is not there"
-        if not self._sequences and not self._flights:
+        if not self.has_unfinished and not self._flights:
             cache = self._memory.cache
             assert cache.num_available == cache.num_pages, "pages are held though nothing runs"
 
