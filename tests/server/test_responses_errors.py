@@ -1,6 +1,7 @@
 """What is refused, how it is said, and that the socket lives on (protocol.md 1.2 and 1.6)."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -164,16 +165,41 @@ async def test_what_clients_send_without_need_is_accepted() -> None:
         assert text_of(await respond(socket, input="say b", tools=tools, tool_choice="none")) == "b"
 
 
+HOSTILE = ("../../etc/passwd", "/etc/passwd", "%2e%2e/x", "x" * 10_000, "\0", "scripted\0", "Scripted", "", " scripted")
+
+
 @in_loop
-@pytest.mark.parametrize("model", ["../../etc/passwd", "gpt-5", "x" * 10_000, "a\0b"])
-async def test_another_model_is_not_found_and_not_repeated(model: str) -> None:
+async def test_hostile_names_open_no_file_and_are_not_repeated() -> None:
+    opened: list[str] = []
+    is_watching = False
+
+    def watch(event: str, arguments: Any) -> None:
+        if is_watching and event in ("open", "os.listdir", "os.scandir"):
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(watch)
     async with scripted_server() as live, live.connect() as socket:
-        (error,) = await respond(socket, input="say a", model=model)
-        assert (error["status"], error["error"]["code"]) == (404, "model_not_found")
-        assert model not in error["error"]["message"]
-        (error,) = await respond(socket, input="say a", previous_response_id=model)
-        assert error["error"]["code"] == "previous_response_not_found"
-        assert model not in error["error"]["message"]
+        await check_alive(socket)
+        is_watching = True
+        for name in HOSTILE:
+            for kind, field, status, code in (
+                ("response.create", "model", 404, "model_not_found"),
+                ("response.create", "previous_response_id", 400, "previous_response_not_found"),
+                ("response.cancel", "response_id", 404, "response_not_found"),
+                ("response.create", "stream_id", 400, "invalid_stream_id"),
+            ):
+                if (field, name) == ("stream_id", "Scripted"):
+                    continue  # a good one
+                await send(socket, kind, **{"input": "say a", field: name})
+                error = await receive(socket)
+                assert (error["type"], error["status"], error["error"]["code"]) == ("error", status, code)
+                assert error["error"]["param"] == field
+                assert "passwd" not in str(error)
+                assert "%2e" not in str(error)
+                assert len(str(error)) < 400
+        is_watching = False
+        assert opened == []
+        await check_alive(socket)
 
 
 @in_loop
