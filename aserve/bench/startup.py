@@ -3,7 +3,8 @@
     python -m aserve.bench.startup
 
 A first start has an empty cache folder except for the downloaded model file: weights are packed and
-kernels are compiled. Memory is the process's peak (VmHWM) with and without the KV pool that it allocated.
+kernels are compiled. Memory is the process's peak (VmHWM) with and without the KV pool, which is resident as a whole
+from the start on. Medians of three starts of each kind.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 
@@ -32,38 +33,42 @@ class Start:
     bound_s: float
     ready_s: float
     peak_mib: float
+    kv_pool_mib: float
+    peak_without_pool_mib: float
+
+
+KINDS = ("first", "later")
+FIGURES = [figure.name for figure in fields(Start) if figure.name != "kind"]
 
 
 def main() -> None:
     """Measure a few first and later starts and print a table of medians."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=3, help="starts of each kind (default: 3)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3, help="starts of each kind (default: %(default)s)")
+    parser.add_argument("--kv-memory-gib", type=float, default=1.0, help="GiB of KV pages (default: %(default)s)")
     arguments = parser.parse_args()
     model = find_demo_model().path
     starts = []
     for _ in range(arguments.runs):
         with tempfile.TemporaryDirectory() as cache:
             (Path(cache) / model.name).symlink_to(model)
-            starts += [measure_start("first", cache), measure_start("later", cache)]
-    print(format_table([asdict(_median_of(kind, starts)) for kind in ("first", "later")]))
+            starts += [measure_start(kind, cache, arguments.kv_memory_gib) for kind in KINDS]
+    print(format_table([asdict(_median_of(kind, starts)) for kind in KINDS]))
 
 
 def _median_of(kind: str, starts: list[Start]) -> Start:
     chosen = [start for start in starts if start.kind == kind]
-    return Start(
-        kind,
-        median(start.bound_s for start in chosen),
-        median(start.ready_s for start in chosen),
-        median(start.peak_mib for start in chosen),
-    )
+    figures = {name: median(getattr(start, name) for start in chosen) for name in FIGURES}
+    return Start(kind=kind, **figures)
 
 
-def measure_start(kind: str, cache: str) -> Start:
+def measure_start(kind: str, cache: str, kv_memory_gib: float) -> Start:
     """Start a server with ``cache`` as its cache folder, wait until it is ready, answer once, stop it."""
     port = _free_port()
+    flags = ["--port", str(port), "--kv-memory-gib", str(kv_memory_gib), "--log-level", "warning"]
     begin = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "aserve", "serve", "--port", str(port), "--log-level", "warning"],
+        [sys.executable, "-m", "aserve", "serve", *flags],
         env=os.environ | {"ASERVE_CACHE": cache},
         stdout=subprocess.DEVNULL,
     )
@@ -71,7 +76,8 @@ def measure_start(kind: str, cache: str) -> Start:
         bound_s = _wait_for(f"http://127.0.0.1:{port}/health", process) - begin
         ready_s = _wait_for(f"http://127.0.0.1:{port}/ready", process) - begin
         _complete(port)
-        return Start(kind, bound_s, ready_s, _peak_mib(process.pid))
+        peak_mib, pool_mib = _peak_mib(process.pid), 1024 * kv_memory_gib
+        return Start(kind, bound_s, ready_s, peak_mib, pool_mib, peak_mib - pool_mib)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
