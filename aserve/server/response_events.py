@@ -1,21 +1,26 @@
-"""The events of the Responses API as bytes, in order and numbered; pure: no socket, no engine, no clock.
+"""The events of the Responses API as names and JSON, in order and numbered; pure: no socket, no engine, no clock.
 
     created, in_progress, [output_item.added, content_part.added, output_text.delta*, output_text.done,
     content_part.done, output_item.done], completed | incomplete | failed
 
-The same builder serves every transport: what differs is only the framing around the bytes.
+What stands in brackets comes once for each output item. The same builder serves every transport: the framing around
+the JSON is the transport's (a WebSocket needs no name beside it, server-sent events do).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import orjson
 
+from aserve.server.response_items import Item, MessageItem
+from aserve.server.response_message import Logprobs, OpenMessage
 from aserve.server.response_schema import ResponseRequest
 
-Logprobs = Sequence[Mapping[str, Any]]
+Event = tuple[str, bytes]  # its type, and its JSON with the type in it
+
+TEXT_DELTA = "response.output_text.delta"
 
 
 class ResponseStatus(StrEnum):
@@ -57,11 +62,14 @@ class Usage:
 
 
 class ResponseEvents:
-    """Builds the events of one response; owns its text so far and its sequence number."""
+    """Builds the events of one response; owns its output so far and its sequence number.
+
+    ``new_id`` makes the id of an output item from the prefix that its type has.
+    """
 
     __slots__ = (
-        "_created_at", "_delta_start", "_is_message_open", "_item_id", "_logprobs", "_model", "_place", "_request",
-        "_sequence_number", "_stream_id", "_texts", "response_id",
+        "_created_at", "_delta_start", "_lane", "_message", "_model", "_new_id", "_output", "_request",
+        "_sequence_number", "items", "response_id",
     )  # fmt: skip
 
     def __init__(
@@ -69,33 +77,24 @@ class ResponseEvents:
         request: ResponseRequest,
         *,
         response_id: str,
-        item_id: str,
+        new_id: Callable[[str], str],
         model: str,
         created_at: int,
         stream_id: str | None = None,
     ) -> None:
         self.response_id = response_id
+        self.items: list[Item] = []  # finished ones that a continuation has to know
         self._request = request
-        self._item_id = item_id
+        self._new_id = new_id
         self._model = model
         self._created_at = created_at
-        self._stream_id = stream_id
+        self._lane = {} if stream_id is None else {"stream_id": stream_id}
         self._sequence_number = 0
-        self._texts: list[str] = []
-        self._logprobs: list[bytes] = []  # the encoded entries of each delta, without brackets
-        self._is_message_open = False
-        self._place = {"item_id": item_id, "output_index": 0, "content_index": 0}
-        lane = b"" if stream_id is None else b',"stream_id":' + orjson.dumps(stream_id)
-        self._delta_start = (
-            b'{"type":"response.output_text.delta"' + lane + b"," + orjson.dumps(self._place)[1:-1] + b',"delta":'
-        )
+        self._output: list[orjson.Fragment] = []  # finished items
+        self._message: OpenMessage | None = None
+        self._delta_start = b""
 
-    @property
-    def text(self) -> str:
-        """All text so far."""
-        return "".join(self._texts)
-
-    def opening(self) -> list[bytes]:
+    def opening(self) -> list[Event]:
         """Return the events that say the response was accepted."""
         response = self._response(ResponseStatus.IN_PROGRESS)
         return [
@@ -103,18 +102,17 @@ class ResponseEvents:
             self._event("response.in_progress", response=response),
         ]
 
-    def delta(self, text: str, logprobs: Logprobs = ()) -> list[bytes]:
+    def delta(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
         """Return the event for new text, after those that open the message if it is the first."""
-        events = [] if self._is_message_open else self._open_message()
-        self._texts.append(text)
-        encoded = b"[]"
-        if logprobs:
-            encoded = orjson.dumps(logprobs)
-            self._logprobs.append(encoded[1:-1])
+        events: list[Event] = []
+        message = self._message
+        if message is None:
+            message = self._open_message(events)
+        encoded = message.add(text, logprobs)
         number = self._sequence_number
         self._sequence_number = number + 1
         tail = b',"logprobs":%b,"sequence_number":%d}' % (encoded, number)
-        events.append(b"".join((self._delta_start, orjson.dumps(text), tail)))
+        events.append((TEXT_DELTA, b"".join((self._delta_start, orjson.dumps(text), tail))))
         return events
 
     def ending(
@@ -124,58 +122,44 @@ class ResponseEvents:
         usage: Usage | None = None,
         completed_at: int | None = None,
         error: Mapping[str, Any] | None = None,
-    ) -> list[bytes]:
+    ) -> list[Event]:
         """Return the events that close the message, if there is one, and the terminal event.
 
-        A completed response has a message even if its text is empty, unless it was a warm-up.
+        A completed response has an item even if its text is empty, unless it was a warm-up.
         """
-        events = []
-        output = []
-        if status is ResponseStatus.COMPLETED and self._request.generate and not self._is_message_open:
-            events += self._open_message()
-        if self._is_message_open:
-            closing, item = self._close_message(status)
-            events += closing
-            output = [item]
-        response = self._response(status, output=output, usage=usage, completed_at=completed_at, error=error)
+        events: list[Event] = []
+        is_completed = status is ResponseStatus.COMPLETED
+        if is_completed and self._request.generate and self._message is None and not self._output:
+            self._open_message(events)
+        if self._message is not None:
+            self._close_message(self._message, events, "completed" if is_completed else "incomplete")
+        response = self._response(status, usage=usage, completed_at=completed_at, error=error)
         events.append(self._event(TERMINAL_EVENTS[status], response=response))
         return events
 
-    def _open_message(self) -> list[bytes]:
-        self._is_message_open = True
-        item = {"id": self._item_id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return [
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._event("response.content_part.added", **self._place, part=part),
-        ]
+    def _open_message(self, events: list[Event]) -> OpenMessage:
+        message = self._message = OpenMessage(self._new_id("msg"), len(self._output))
+        item, part = message.started()
+        start = orjson.dumps({"type": TEXT_DELTA, **self._lane, **message.place})
+        self._delta_start = start[:-1] + b',"delta":'
+        events.append(self._event("response.output_item.added", output_index=len(self._output), item=item))
+        events.append(self._event("response.content_part.added", **message.place, part=part))
+        return message
 
-    def _close_message(self, status: ResponseStatus) -> tuple[list[bytes], orjson.Fragment]:
-        """Return the events and the finished item. Text and log probabilities may be long, so they are encoded once."""
-        text = orjson.Fragment(orjson.dumps(self.text))
-        logprobs = orjson.Fragment(b"[%b]" % b",".join(self._logprobs))
-        part = _encoded({"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs})
-        item = _encoded(
-            {
-                "id": self._item_id,
-                "type": "message",
-                "status": "completed" if status is ResponseStatus.COMPLETED else "incomplete",
-                "role": "assistant",
-                "content": [part],
-            }
-        )
-        events = [
-            self._event("response.output_text.done", **self._place, text=text, logprobs=logprobs),
-            self._event("response.content_part.done", **self._place, part=part),
-            self._event("response.output_item.done", output_index=0, item=item),
-        ]
-        return events, item
+    def _close_message(self, message: OpenMessage, events: list[Event], status: str) -> None:
+        fields, part, item = message.finished(status)
+        events.append(self._event("response.output_text.done", **message.place, **fields))
+        events.append(self._event("response.content_part.done", **message.place, part=part))
+        events.append(self._event("response.output_item.done", output_index=len(self._output), item=item))
+        self._output.append(item)
+        self._message = None
+        if text := message.text:
+            self.items.append(MessageItem("assistant", text))
 
     def _response(
         self,
         status: ResponseStatus,
         *,
-        output: Sequence[orjson.Fragment] = (),
         usage: Usage | None = None,
         completed_at: int | None = None,
         error: Mapping[str, Any] | None = None,
@@ -195,7 +179,7 @@ class ResponseEvents:
             "max_output_tokens": params.max_tokens or None,
             "metadata": request.metadata,
             "model": self._model,
-            "output": output,
+            "output": self._output,
             "parallel_tool_calls": True,
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
@@ -211,18 +195,10 @@ class ResponseEvents:
             "user": request.user,
         }
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        lane = {} if self._stream_id is None else {"stream_id": self._stream_id}
-        return orjson.dumps({"type": kind, **lane, **fields, "sequence_number": self._next_number()})
-
-    def _next_number(self) -> int:
+    def _event(self, name: str, **fields: Any) -> Event:
         number = self._sequence_number
-        self._sequence_number += 1
-        return number
-
-
-def _encoded(value: object) -> orjson.Fragment:
-    return orjson.Fragment(orjson.dumps(value))
+        self._sequence_number = number + 1
+        return name, orjson.dumps({"type": name, **self._lane, **fields, "sequence_number": number})
 
 
 def error_event(status: int, error: Mapping[str, Any], stream_id: str | None = None) -> bytes:

@@ -13,18 +13,19 @@ from uuid import uuid4
 
 from aserve.errors import ClientError
 from aserve.server.response_events import ResponseEvents, ResponseStatus
+from aserve.server.response_items import Item, MessageItem
 from aserve.server.response_run import ResponseRun
-from aserve.server.response_schema import Message, ResponseRequest, parse_create
+from aserve.server.response_schema import ResponseRequest, parse_create
 from aserve.server.state import ServerState
 from aserve.server.stream_sink import Outlet
 
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A finished response that a later create may continue. ``messages`` is without instructions."""
+    """A finished response that a later create may continue. ``items`` are without instructions."""
 
     response_id: str
-    messages: list[Message]
+    items: list[Item]
 
 
 @dataclass(slots=True)
@@ -90,8 +91,8 @@ class Lane:
         try:
             self.owner.check_open()
             request = parse_create(payload, self.owner.state.engine.limits.vocab_size)
-            messages = self._history(request.previous_response_id) + request.messages
-            status = await self._generate(request, messages, is_cancelled=create.is_cancelled)
+            items = self._history(request.previous_response_id) + request.items
+            status = await self._generate(request, items, is_cancelled=create.is_cancelled)
         except Exception as error:  # one create's failure ends neither the lane nor the socket
             self._forget(previous_id)
             self.owner.send_error(error, self.stream_id)
@@ -99,34 +100,31 @@ class Lane:
             if status is ResponseStatus.FAILED:
                 self._forget(previous_id)
 
-    async def _generate(
-        self, request: ResponseRequest, messages: list[Message], *, is_cancelled: bool
-    ) -> ResponseStatus:
+    async def _generate(self, request: ResponseRequest, items: list[Item], *, is_cancelled: bool) -> ResponseStatus:
         run = ResponseRun(request, self._new_events(request), self.owner.state.engine, self.owner.outlet)
         if is_cancelled:
             run.cancel()
         self.running = run
         try:
-            status = await run.execute(_with_instructions(request.instructions, messages))
+            status = await run.execute(_with_instructions(request.instructions, items))
         finally:
             self.running = None
             run.close()
         if status is not ResponseStatus.FAILED:
-            answer = [{"role": "assistant", "content": run.events.text}] if run.events.text else []
-            self.latest = KeptResponse(run.response_id, messages + answer)
+            self.latest = KeptResponse(run.response_id, items + run.events.items)
         return status
 
     def _new_events(self, request: ResponseRequest) -> ResponseEvents:
         return ResponseEvents(
             request,
-            response_id=f"resp_{uuid4().hex}",
-            item_id=f"msg_{uuid4().hex}",
+            response_id=new_id("resp"),
+            new_id=new_id,
             model=self.owner.state.check_model(request.model),
             created_at=int(time.time()),
             stream_id=self.stream_id,
         )
 
-    def _history(self, previous_id: str | None) -> list[Message]:
+    def _history(self, previous_id: str | None) -> list[Item]:
         """Return the conversation that is continued, empty for a new one."""
         if previous_id is None:
             return []
@@ -137,12 +135,17 @@ class Lane:
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        return kept.messages
+        return kept.items
 
     def _forget(self, response_id: object) -> None:
         if self.latest is not None and self.latest.response_id == response_id:
             self.latest = None
 
 
-def _with_instructions(instructions: str | None, messages: list[Message]) -> list[Message]:
-    return messages if instructions is None else [{"role": "system", "content": instructions}, *messages]
+def _with_instructions(instructions: str | None, items: list[Item]) -> list[Item]:
+    return items if instructions is None else [MessageItem("system", instructions), *items]
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that no other object has."""
+    return f"{prefix}_{uuid4().hex}"

@@ -9,8 +9,9 @@ from aserve.engine.async_engine import AsyncEngine
 from aserve.errors import AserveError, CapacityError, ClientError
 from aserve.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from aserve.server.logprobs import TokenNames, finite
-from aserve.server.response_events import ResponseEvents, ResponseStatus, Usage
-from aserve.server.response_schema import Message, ResponseRequest
+from aserve.server.response_events import Event, ResponseEvents, ResponseStatus, Usage
+from aserve.server.response_items import Item, chat_messages
+from aserve.server.response_schema import ResponseRequest
 from aserve.server.stream_sink import Outlet, StreamSink
 
 
@@ -42,13 +43,13 @@ class ResponseRun:
         """Also the engine's request id."""
         return self.events.response_id
 
-    async def execute(self, messages: list[Message]) -> ResponseStatus:
-        """Answer ``messages``; raise what is known before the first event, after which nothing was written."""
-        prompt_ids = await self._engine.encode(messages)
+    async def execute(self, items: list[Item]) -> ResponseStatus:
+        """Answer ``items``; raise what is known before the first event, after which nothing was written."""
+        prompt_ids = await self._engine.encode(chat_messages(items))
         self._num_prompt_tokens = len(prompt_ids)
         if not self._is_cancelled:
             self._submit(prompt_ids)
-        self._write(self.events.opening())
+        self._write(framed(self.events.opening()))
         if not self._is_submitted:
             self._write(self._ending(ResponseStatus.CANCELLED))
         else:
@@ -79,13 +80,13 @@ class ResponseRun:
         if reason is None and output.text and not output.logprobs and not self._held_logprobs:
             if self._is_cancelled:
                 self._last = output
-            return self.events.delta(output.text)  # nearly every token; keeps nothing of the output alive
+            return framed(self.events.delta(output.text))  # nearly every token; keeps nothing of the output alive
         self._last = output
         if output.logprobs:
             self._held_logprobs += render_logprobs(self._names, output.logprobs)
         frames: list[bytes] = []
         if output.text or (reason is not None and self._held_logprobs):
-            frames = self.events.delta(output.text, self._held_logprobs)
+            frames = framed(self.events.delta(output.text, self._held_logprobs))
             self._held_logprobs = []
         if reason is not None:
             frames += self._ending(self._status_of(reason))
@@ -118,7 +119,7 @@ class ResponseRun:
         self._status = status
         is_completed = status is ResponseStatus.COMPLETED
         completed_at = int(time.time()) if is_completed else None
-        return self.events.ending(status, usage=self._usage(), completed_at=completed_at, error=error)
+        return framed(self.events.ending(status, usage=self._usage(), completed_at=completed_at, error=error))
 
     def _usage(self) -> Usage:
         if self._last is None:
@@ -131,6 +132,11 @@ class ResponseRun:
 
     def _note_end(self) -> None:
         self._written.set()
+
+
+def framed(events: Sequence[Event]) -> list[bytes]:
+    """Return the frames of ``events`` on a WebSocket: their JSON as it is."""
+    return [payload for _, payload in events]
 
 
 def failure_body(error: AserveError) -> dict[str, str]:

@@ -13,12 +13,11 @@ from typing import Any
 from aserve.errors import ClientError
 from aserve.request import SamplingParams
 from aserve.server import schema
+from aserve.server.response_items import Item, MessageItem
 from aserve.server.schema import CommonBody, convert_body, sampling_params
 from aserve.tokenizer.messages import ROLES, TEXT_PARTS
 
 logger = logging.getLogger(__name__)
-
-Message = dict[str, str]  # role and content, as a chat template takes them
 
 MAX_INPUT_ITEMS = 4096
 MAX_METADATA = 16
@@ -70,9 +69,9 @@ PARAM_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRequest:
-    """One checked ``response.create``. ``messages`` are its new input items, without the instructions."""
+    """One checked ``response.create``. ``items`` are its new input, without the instructions."""
 
-    messages: list[Message]
+    items: list[Item]
     params: SamplingParams
     priority: int
     instructions: str | None
@@ -93,7 +92,7 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
     generate = _read_generate(fields)
     params, priority = _read_sampling(fields, vocab_size, generate=generate)
     request = ResponseRequest(
-        messages=_read_input(fields.get("input")),
+        items=_read_input(fields.get("input")),
         params=params,
         priority=priority,
         instructions=_read(fields, "instructions", str),
@@ -104,7 +103,7 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
         tool_choice=_read(fields, "tool_choice", str) or "auto",
         user=_read(fields, "user", str),
     )
-    if not request.messages and request.previous_response_id is None and request.instructions is None:
+    if not request.items and request.previous_response_id is None and request.instructions is None:
         raise ClientError("input is required", param="input", code="missing_required_parameter")
     return request
 
@@ -189,11 +188,11 @@ def _read_metadata(fields: Mapping[str, Any]) -> dict[str, str]:
     return dict(metadata)
 
 
-def _read_input(value: object) -> list[Message]:
+def _read_input(value: object) -> list[Item]:
     if value is None:
         return []
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
+        return [MessageItem("user", value)]
     if not isinstance(value, list):
         raise _type_error("input", "string or list of items", value)
     if len(value) > MAX_INPUT_ITEMS:
@@ -201,7 +200,7 @@ def _read_input(value: object) -> list[Message]:
     return [_read_item(f"input[{index}]", item) for index, item in enumerate(value)]
 
 
-def _read_item(name: str, item: object) -> Message:
+def _read_item(name: str, item: object) -> Item:
     if not isinstance(item, dict):
         raise _type_error(name, "object", item)
     kind = item.get("type") or "message"
@@ -210,7 +209,7 @@ def _read_item(name: str, item: object) -> Message:
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise ClientError(f"{name}.role must be one of {', '.join(sorted(ROLES))}", param=f"{name}.role")
-    return {"role": role, "content": _read_content(f"{name}.content", item.get("content"))}
+    return MessageItem(role, _read_content(f"{name}.content", item.get("content")))
 
 
 def _read_content(name: str, content: object) -> str:

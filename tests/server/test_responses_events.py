@@ -152,11 +152,13 @@ async def test_text_beyond_ascii_and_controls_arrive_unchanged() -> None:
 def test_log_probabilities_are_encoded_once() -> None:
     entries = [{"token": "a", "bytes": [97], "logprob": -0.5, "top_logprobs": []}]
     request = parse_create({"input": "a", "include": ["message.output_text.logprobs"]}, 256)
-    events = ResponseEvents(request, response_id="resp_1", item_id="msg_1", model=MODEL, created_at=0)
+    events = ResponseEvents(request, response_id="resp_1", new_id="{}_1".format, model=MODEL, created_at=0)
     events.delta("a", entries * 2)
     events.delta("b", entries)
     entries[0]["logprob"] = object()  # from here on an encoder would refuse them
-    *_, text_done, part_done, item_done, completed = map(orjson.loads, events.ending(ResponseStatus.COMPLETED))
+    ending = events.ending(ResponseStatus.COMPLETED)
+    text_done, part_done, item_done, completed = (orjson.loads(payload) for _, payload in ending)
+    assert [name for name, _ in ending] == [e["type"] for e in (text_done, part_done, item_done, completed)]
     expected = [{"token": "a", "bytes": [97], "logprob": -0.5, "top_logprobs": []}] * 3
     assert text_done["logprobs"] == part_done["part"]["logprobs"] == expected
     assert item_done["item"]["content"][0]["logprobs"] == expected

@@ -9,6 +9,7 @@ from openai.types.responses.responses_client_event import ResponseCreate
 
 from aserve.errors import ClientError
 from aserve.server import schema
+from aserve.server.response_items import MessageItem
 from aserve.server.response_schema import KNOWN, SAMPLING_FIELDS, ResponseRequest, parse_create
 from aserve.server.schema import ChatBody, CompletionBody, parse_chat
 from aserve.tokenizer.messages import ROLES, TEXT_PARTS
@@ -110,7 +111,7 @@ def test_values_that_ask_for_nothing_pass() -> None:
 @pytest.mark.parametrize(("kind", "field"), sorted(TEXT_PARTS.items()))
 def test_messages_that_chat_takes_are_taken(role: str, kind: str, field: str) -> None:
     items = [{"role": role, "content": [{"type": kind, field: "so"}]}]
-    assert create(input=items).messages == [{"role": role, "content": "so"}]
+    assert create(input=items).items == [MessageItem(role, "so")]
 
 
 HOSTILE = [
