@@ -202,5 +202,12 @@ async def fetch(live: Live, path: str, **fields: Any) -> str:
 
 
 def rss_bytes() -> int:
-    """Return this process's resident memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    """Return this process's resident memory, and forget its peak so far."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_rss_bytes()
+
+
+def peak_rss_bytes() -> int:
+    """Return the most resident memory that this process had since ``rss_bytes``."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024

@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 import json
+import socket
 import statistics
+import struct
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -35,9 +37,40 @@ def cheap(tokens: Sequence[int], position: int) -> int:
     return 300 + position % 4000
 
 
+def p99(times: list[float]) -> float:
+    return sorted(times)[int(0.99 * (len(times) - 1))]
+
+
+async def disturbance(live: Live, alone: list[float]) -> float:
+    """Return how much longer the longest gaps of a normal client are, beside the stalled ones."""
+    together = await gaps(live, 100)
+    assert statistics.median(together) < 1.5 * statistics.median(alone)
+    return p99(together) / p99(alone)
+
+
+@in_loop
+async def test_stalled_readers_that_reset_their_connections_end_their_requests() -> None:
+    async with live_server(cheap, step_time_s=0.005, stall_timeout_s=60.0) as live:
+        async with AsyncExitStack() as stack:
+            writers = []
+            for _ in range(20):
+                opened = raw_post(
+                    live, "/v1/completions", {"prompt": [6, *CUE], "logprobs": 3, **LONG}, receive_buffer=4096
+                )
+                writers.append((await stack.enter_async_context(opened))[1])
+            await until(lambda: sum(sink._pending is not None for sink in sinks(live)) == 20, 20)
+            for writer in writers:
+                sock = writer.get_extra_info("socket")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # RST instead of FIN
+                writer.transport.abort()
+            await until(lambda: live.engine.stats().num_aborts == 20, 2)
+            await live.until_idle()
+        await live.check_alive()
+
+
 @in_loop
 async def test_stalled_readers_are_cut_off_and_disturb_nobody() -> None:
-    async with live_server(cheap, step_time_s=0.01, stall_timeout_s=1.0) as live:
+    async with live_server(cheap, step_time_s=0.01, stall_timeout_s=6.0) as live:
         alone = await gaps(live, 100)
         await live.until_idle()
         tasks = len(asyncio.all_tasks())
@@ -47,9 +80,9 @@ async def test_stalled_readers_are_cut_off_and_disturb_nobody() -> None:
             for _ in range(20):
                 await stack.enter_async_context(raw_post(live, "/v1/completions", body, receive_buffer=4096))
             await until(lambda: sum(sink._pending is not None for sink in sinks(live)) == 20, 20)
-            together = await gaps(live, 100)
-            assert statistics.median(together) < 1.5 * statistics.median(alone)
-            await until(lambda: live.engine.stats().num_aborts == aborts + 21, 20)  # and the one that left
+            # The tail is at the mercy of a busy machine.
+            assert min([await disturbance(live, alone) for _ in range(3)]) < 1.5
+            await until(lambda: live.engine.stats().num_aborts == aborts + 23, 20)  # and the three that left
             await live.until_idle()
         await until(lambda: len(asyncio.all_tasks()) <= tasks)
 
