@@ -83,11 +83,11 @@ def heavy_ring(max_bytes):
     settings = {"limits": orjson.loads(orjson.dumps(TINY)), "eos_token_ids": [2]}
     scheduler = make_scheduler(settings)
     ring = TraceRing(scheduler, settings, 2, max_bytes)
-    numbers = itertools.count()
+    numbers, prompt = itertools.count(), (97, 98, 99)
 
     def work():
         while scheduler.num_waiting < 3:
-            one = request(str(next(numbers)), "abc", max_tokens=5, seed=1, ignore_eos=True)
+            one = request(str(next(numbers)), prompt, max_tokens=5, seed=1, ignore_eos=True)
             scheduler.add(one)
             ring.record_arrival(one)
         plan = scheduler.schedule()
