@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     try:
         config = read_config(arguments)
-        configure_logging(config.server.log_level)
+        configure_logging(getattr(arguments, "command_log_level", config.server.log_level))
         command = import_module(f"aserve.{arguments.module}")
         return int(command.run(arguments, config))
     except AserveError as error:
@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_settings(chat, "engine", with_model=True)
     chat.add_argument("--system", help="system prompt")
     _add_sampling(chat)
+    _add_log_level(chat)
 
     generate = _command(
         commands, "generate", "commands.generate", "complete prompts from a JSONL file or the command line"
@@ -71,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--output", default="-", help="JSONL file, '-' for standard output (default: -)")
     _add_sampling(generate)
+    _add_log_level(generate)
 
     _add_bench(commands)
 
@@ -79,7 +81,16 @@ def build_parser() -> argparse.ArgumentParser:
 
     check = _command(commands, "check", "commands.check", "print what this machine offers: devices, backends, versions")
     check.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_log_level(check)
     return parser
+
+
+def _add_log_level(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of commands that talk to a person, who should see results and trouble only."""
+    parser.add_argument(
+        "--log-level", dest="command_log_level", choices=("debug", "info", "warning", "error"), default="warning",
+        help="log level (default: warning)",
+    )  # fmt: skip
 
 
 def _command(commands: Any, name: str, module: str, help: str) -> argparse.ArgumentParser:

@@ -62,6 +62,7 @@ class AsyncEngine:
         self._checked_prompt: tuple[int, ...] = ()  # the newest whose tokens are right
         self._watch: asyncio.TimerHandle | None = None
         self._tuning = ProcessTuning()
+        self._is_started = False
         self._is_draining = False
         self._is_stopped = False
         self._is_stall_reported = False
@@ -115,8 +116,9 @@ class AsyncEngine:
 
         Raises ConfigError if settings, model and machine do not go together.
         """
-        if self._steps is not None or self._is_stopped:
+        if self._is_started or self._is_stopped:
             raise EngineDeadError("an engine starts only once")
+        self._is_started = True
         loading = run_in_thread(lambda: load_parts(self.config, *self._given), "aserve-load")
         try:
             parts = await asyncio.wrap_future(loading)

@@ -44,7 +44,7 @@ def blaming(param: str) -> Iterator[None]:
     try:
         yield
     except ClientError as error:
-        if error.param in (None, "prompt"):
+        if error.param in (None, "prompt", "messages"):
             error.param = param
         raise
 

@@ -5,6 +5,7 @@ response head has been sent with chunked encoding, and not after the response wa
 """
 
 import asyncio
+import re
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,20 @@ MAX_DISCARDED_BYTES = 64 * 2**20
 
 MAX_HEAD_BYTES = 256 * 1024
 HEAD_TIMEOUT_S = 30.0
+
+
+H2C_OFFER = re.compile(rb"^upgrade(?=:[ \t]*h2c[ \t]*\r?$)", re.IGNORECASE | re.MULTILINE)
+
+
+def without_h2c_offer(data: bytes) -> bytes:
+    """Mask an offer of HTTP/2 in a request head, which some clients always make.
+
+    A server may ignore it (RFC 9110, 7.8), but the parser would take what follows the head for the other protocol.
+    """
+    if b"h2c" not in data:
+        return data
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return H2C_OFFER.sub(b"ignored", head) + end + rest
 
 
 class BodyTransport:
@@ -105,7 +120,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser; a head without end is cut off, for the parser would keep all of it."""
-        super().data_received(data)
+        is_between = self.cycle is None or self.cycle.response_complete
+        super().data_received(without_h2c_offer(data) if is_between or self._head_timer is not None else data)
         if self._head_timer is not None:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():

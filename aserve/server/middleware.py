@@ -1,5 +1,6 @@
 """What every request passes through besides the gates: an id, a log line, readiness, and the last catch of errors."""
 
+import asyncio
 import logging
 import re
 import time
@@ -9,7 +10,7 @@ from uuid import uuid4
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from aserve.errors import AserveError, ClientError, NotFoundError
+from aserve.errors import AserveError, CapacityError, ClientError, NotFoundError
 from aserve.server.errors import MethodNotAllowedError
 from aserve.server.json_body import ClientGoneError
 from aserve.server.refusal import header, refuse
@@ -93,6 +94,10 @@ class ErrorCatch:
             return
         except HTTPException as error:
             await refuse(scope, receive, send, _from_http(error))
+        except asyncio.CancelledError:  # only a server that shuts down cancels a request's task
+            if has_begun:
+                raise
+            await refuse(scope, receive, send, CapacityError("the server is shutting down"))
         except Exception as error:
             if has_begun:
                 raise  # uvicorn logs it and closes the connection

@@ -8,6 +8,7 @@ from typing import Any
 from aserve.engine.async_engine import AsyncEngine
 from aserve.errors import AserveError, CapacityError, ClientError
 from aserve.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from aserve.server.errors import blaming
 from aserve.server.logprobs import TokenNames, finite
 from aserve.server.response_events import Event, ResponseEvents, ResponseStatus, Usage
 from aserve.server.response_items import Item, chat_messages
@@ -45,7 +46,8 @@ class ResponseRun:
 
     async def execute(self, items: list[Item]) -> ResponseStatus:
         """Answer ``items``; raise what is known before the first event, after which nothing was written."""
-        prompt_ids = await self._engine.encode(chat_messages(items))
+        with blaming("input"):
+            prompt_ids = await self._engine.encode(chat_messages(items))
         self._num_prompt_tokens = len(prompt_ids)
         if not self._is_cancelled:
             self._submit(prompt_ids)

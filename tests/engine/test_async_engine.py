@@ -488,3 +488,14 @@ async def test_a_full_queue_refuses():
         assert caught.value.status in (429, 503)
         for number in range(3):
             engine.abort(str(number))
+
+
+async def test_an_engine_starts_only_once_also_while_it_loads():
+    engine = AsyncEngine(runner=ScriptedRunner(LIMITS, letters), tokenizer=LetterTokenizer())
+    loading = asyncio.create_task(engine.start())
+    await asyncio.sleep(0)
+    with pytest.raises(EngineDeadError, match="only once"):
+        await engine.start()
+    await loading
+    assert engine.is_ready
+    await engine.stop()

@@ -257,3 +257,22 @@ async def test_500_streams_of_mixed_lengths_all_end_with_done() -> None:
             assert events(text)[-1]["usage"]["completion_tokens"] == i % 23 + 1
         await live.until_idle()
         assert live.engine.stats().num_aborts == 0
+
+
+@in_loop
+async def test_an_offer_of_http_2_is_ignored() -> None:
+    async with live_server(say("ok")) as live:
+        body = b'{"prompt":[5,9531,198]}'
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+            b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
+        reader, writer = await asyncio.open_connection(*live.address)
+        for _ in range(2):
+            writer.write(head + body)
+            assert b" 200 " in await reader.readline()
+            answer_head = await reader.readuntil(b"\r\n\r\n")
+            size = int(answer_head.lower().partition(b"content-length: ")[2].split()[0])
+            assert b'"text":"ok"' in await reader.readexactly(size)
+        writer.close()
+        await live.until_idle()

@@ -125,6 +125,18 @@ def test_new_requests_on_open_connections_are_refused_while_draining(tmp_path: P
         assert server.wait(10) == 0
 
 
+def test_a_body_that_never_ends_gets_no_server_error(tmp_path: Path) -> None:
+    with serving(scripted("drain_timeout_s=1"), tmp_path / "log") as server:
+        server.wait_for("/ready", 200)
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 500\r\n\r\n{")
+            time.sleep(0.3)
+            server.terminate()
+            assert server.wait(10) == 0
+            assert sock.recv(65536).startswith(b"HTTP/1.1 503 ")
+        server.check_log()
+
+
 def test_the_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     with serving(scripted("drain_timeout_s=60"), tmp_path / "log") as server:
         server.wait_for("/ready", 200)

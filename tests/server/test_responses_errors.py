@@ -208,6 +208,7 @@ async def test_a_message_of_more_than_a_mebibyte_is_read_and_a_prompt_that_canno
         assert text_of(await respond(socket, input="say a", client_metadata={"pad": "x" * (3 << 20)})) == "a"
         (error,) = await respond(socket, input="y" * (3 << 20))
         assert (error["status"], error["error"]["code"]) == (400, "context_length_exceeded")
+        assert error["error"]["param"] == "input"
         await check_alive(socket)
 
 
