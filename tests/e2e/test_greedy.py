@@ -84,7 +84,7 @@ def grid() -> list[Case]:
 
 
 def random_combinations(count: int) -> list[Case]:
-    """The same few combinations each time, of those that take seconds; single sequences and tiny chunks take minutes."""
+    """The same few combinations each time; those of single sequences or tiny chunks would take minutes."""
     batched = [case for case in grid() if case.batched and case.chunk >= 64]
     return random.Random(7).sample(batched, count)
 
