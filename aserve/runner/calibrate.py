@@ -8,7 +8,7 @@ from aserve.runner.warm_up import dummy_plan
 from aserve.scheduler.plan import StepPlan, StepTokens
 
 MAX_STEP_S = 0.25
-TARGET_S = 0.2  # what is aimed at: a fifth is left for a machine that is busier later than now
+TARGET_S = 0.16  # what is aimed at: a third is left for a busier machine and for contexts longer than those measured
 MAX_CPU_TOKENS = 4096  # largest step tried
 MIN_TOKENS = 64  # smallest budget, however slow the machine is or seems to be
 GRAIN = 16  # a measured budget is a multiple of this
@@ -17,7 +17,7 @@ MAX_TRIALS = 4
 PATIENCE_S = 1.5  # after that no larger step is tried
 MAX_REPEATS = 3  # timings of one step,
 REPEAT_S = 0.2  # but two if they took that long together
-MAX_CONTEXT = 2048  # earlier tokens used to measure their cost
+MAX_CONTEXT = 6144  # earlier tokens used to measure their cost; it is higher where they no longer fit into a cache
 CONTEXT_CHUNK = 32
 
 Execute = Callable[[StepPlan], StepTokens]

@@ -52,7 +52,7 @@ def test_a_full_step_stays_under_a_quarter_second_and_comes_near(
     cost = measure_step_cost(StepTimer(machine.execute, 8, 8192))
     step_s = fixed_s + token_s * cost.max_num_batched_tokens
     assert step_s < 0.25
-    fitting = min((0.2 - fixed_s) / token_s, MAX_CPU_TOKENS)  # a fifth is left for a busier machine
+    fitting = min((0.16 - fixed_s) / token_s, MAX_CPU_TOKENS)  # a third is left for a busier machine
     assert cost.max_num_batched_tokens >= 0.85 * fitting - 16
     assert machine.largest_s < 0.25  # never tries more
     assert machine.now_s < 1.8
@@ -73,7 +73,8 @@ def test_a_busy_moment_costs_no_budget(make_machine: Callable[..., FormulaMachin
     """The first timing is ten times too long, later ones are true: the best counts."""
     machine = make_machine(0.01, 0.0005, 0.0)
     machine.num_slow_steps = 1
-    assert measure_step_cost(StepTimer(machine.execute, 8, 8192)).max_num_batched_tokens >= 300
+    budget = measure_step_cost(StepTimer(machine.execute, 8, 8192)).max_num_batched_tokens
+    assert budget >= (0.16 - 0.01) / 0.0005 - 16  # what fits, in multiples of 16
 
 
 def test_what_an_earlier_key_costs(make_machine: Callable[..., FormulaMachine]) -> None:
