@@ -19,10 +19,8 @@ from aserve.server.transport import EXTENSION
 # noticed only after megabytes.
 NOT_SENT_BYTES = 64 * 1024
 
-
 # A client that sends a body too large to be taken reads the answer after it has sent all of it.
 MAX_DISCARDED_BYTES = 64 * 2**20
-
 
 MAX_HEAD_BYTES = 256 * 1024
 HEAD_TIMEOUT_S = 30.0

@@ -7,11 +7,11 @@ from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from aserve.server.auth import KEY_SUBPROTOCOL
 from aserve.server.responses_session import ResponsesSession, SocketTransport
 from aserve.server.state import ServerState
 from aserve.server.transport import EXTENSION
 
-KEY_PROTOCOL = "openai-insecure-api-key."  # carries a browser's key, so it is never repeated in the answer
 UNSUPPORTED_DATA = 1003
 
 
@@ -58,4 +58,5 @@ async def read_messages(websocket: WebSocket, session: ResponsesSession, transpo
 
 def select_protocol(offered: list[str]) -> str | None:
     """Return the first offered subprotocol that is not a key: browsers want one of their offers selected."""
-    return next((name for name in offered if not name.startswith(KEY_PROTOCOL)), None)
+    # The one that carries a browser's key is never repeated in the answer.
+    return next((name for name in offered if not name.startswith(KEY_SUBPROTOCOL)), None)
