@@ -57,8 +57,8 @@ def make_case(
     page_table = torch.full((len(key_lens), width), poison, dtype=torch.int32)
     shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
     key_pages, value_pages = torch.full(shape, math.nan, dtype=dtype), torch.full(shape, math.nan, dtype=dtype)
-    keys, values, slots, positions = [], [], [], []
-    for i, (query_len, key_len) in enumerate(zip(query_lens, key_lens, strict=True)):
+    keys, values = [], []
+    for i, key_len in enumerate(key_lens):
         pages = [numbers.pop() for _ in range(counts[i])]
         page_table[i, : counts[i]] = torch.tensor(pages)
         dense = torch.randn(2, key_len, spec.num_kv_heads, spec.head_dim, generator=generator).to(dtype)
@@ -67,9 +67,6 @@ def make_case(
         for position in range(key_len):
             page, offset = pages[position // page_size], position % page_size
             key_pages[page, offset], value_pages[page, offset] = dense[0, position], dense[1, position]
-        own = range(key_len - query_len, key_len)
-        slots += [pages[position // page_size] * page_size + position % page_size for position in own]
-        positions += own
     q = torch.randn(sum(query_lens), spec.num_heads, spec.head_dim, generator=generator).to(dtype)
     prefix = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     batch = AttentionBatch(
@@ -79,8 +76,6 @@ def make_case(
         cu_query_lens=prefix.to(device),
         key_lens_device=torch.tensor(key_lens, dtype=torch.int32, device=device),
         page_table=page_table.to(device),
-        slot_mapping=torch.tensor(slots, device=device),
-        positions=torch.tensor(positions, device=device),
         page_size=page_size,
         cu_key_lens=torch.tensor([0, *key_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device),
     )

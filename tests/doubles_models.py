@@ -56,11 +56,11 @@ class PagedSequence:
             cu_query_lens=torch.tensor([0, len(token_ids)], dtype=torch.int32),
             key_lens_device=torch.tensor([self._num_computed], dtype=torch.int32),
             page_table=self._pages.to(torch.int32).unsqueeze(0),
-            slot_mapping=self._pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE,
-            positions=positions,
             page_size=PAGE_SIZE,
         )
-        context = ForwardContext(batch, self._backend, self._backend.plan(batch), self._kv, Operators())
+        slot_mapping = self._pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        plan = self._backend.plan(batch)
+        context = ForwardContext(positions, slot_mapping, self._backend, plan, self._kv, Operators())
         return self._model.compute_logits(self._model.forward(torch.tensor(token_ids), context))
 
 

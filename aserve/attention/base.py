@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 LseBase = Literal["e", "2"]
@@ -66,10 +68,49 @@ class AttentionBatch:
     cu_query_lens: Tensor  # [S + 1] int32
     key_lens_device: Tensor  # [S] int32
     page_table: Tensor  # [S, P] int32
-    slot_mapping: Tensor  # [T] int64: where this step's keys and values are written
-    positions: Tensor  # [T] int64
     page_size: int
     cu_key_lens: Tensor | None = None  # [S + 1] int32; the very tensor cu_query_lens if nothing was computed before
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureShape:
+    """The padded size of a forward that a graph captures; a step of any smaller size is replayed in it.
+
+    The T tokens begin with the step's real decodes, then come its chunks, then padding. A graph of decodes alone has
+    no chunks and as many tokens as decodes. In a mixed graph the decode section covers the first ``num_decodes``
+    tokens even if some of them belong to chunks: what it writes there, the chunk section overwrites.
+    """
+
+    num_tokens: int  # T
+    num_decodes: int  # D
+    num_chunks: int  # C
+
+
+@dataclass(frozen=True, slots=True)
+class StepTables:
+    """Device tensors that stay in place; captured forwards read them, the runner rewrites them whole for each step.
+
+    A padding decode has the dummy row and one key, a padding chunk the dummy row, no query and no key.
+    """
+
+    page_table: Tensor  # [rows + 1, W] int32: of every row that may run, the dummy row last
+    rows: Tensor  # [D + C] int32, into page_table: decodes first
+    key_lens: Tensor  # [D + C] int32
+    cu_query_lens: Tensor  # [C + 1] int32: the token at which each chunk starts; begins with the number of real decodes
+    page_size: int
+
+    def section(self, start: int, stop: int) -> "StepTables":
+        """Return the tables of sequences ``start .. stop - 1``, which are decodes only or chunks only."""
+        rows, key_lens = self.rows[start:stop], self.key_lens[start:stop]
+        return StepTables(self.page_table, rows, key_lens, self.cu_query_lens, self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLens:
+    """What the host knows of a padded step; the content of the tables' tensors of the same names."""
+
+    key_lens: NDArray[np.int32]  # [D + C]
+    cu_query_lens: NDArray[np.int32]  # [C + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +118,13 @@ class LayerKV:
     """Key and value pages of one layer: [pages, page_size, KV heads, head_dim] each.
 
     In memory they lie as the backend's ``kv_order`` says: contiguous for NHD; for HND ``key.transpose(1, 2)`` is.
+    Pages of an 8-bit dtype hold keys divided by ``key_scale`` and values divided by ``value_scale``.
     """
 
     key: Tensor
     value: Tensor
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,26 +165,47 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(
-        self, q: Tensor, layer_kv: LayerKV, plan: Any, spec: AttentionSpec, *, return_lse: bool = False
+        self,
+        q: Tensor,
+        layer_kv: LayerKV,
+        plan: Any,
+        spec: AttentionSpec,
+        *,
+        return_lse: bool = False,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to the paged pool, which already holds this step's keys and values; causal.
 
-        q [T, H, D]. Returns the output [T, H, D] in q's dtype and, if asked for, the log-sum-exp
-        [T, H] float32 in base ``lse_base`` (sinks included).
+        q [T, H, D]. Returns the output [T, H, D] in q's dtype, in ``out`` if that is given, and, if asked for, the
+        log-sum-exp [T, H] float32 in base ``lse_base`` (sinks included). Rows of tokens that belong to no sequence of
+        the plan are left as they are in ``out``.
         """
 
-    def prepare_capture(self, batch: AttentionBatch) -> Any:
-        """Build a plan whose buffers keep their addresses for a graph of this batch size."""
-        raise NotImplementedError(f"{self.name} does not capture")
-
-    def prepare_replay(self, captured_plan: Any, batch: AttentionBatch) -> None:
-        """Rewrite the buffers of ``captured_plan`` for ``batch``, every row of them."""
-        raise NotImplementedError(f"{self.name} does not capture")
+    @property
+    def captures_decodes(self) -> bool:
+        """Whether a graph may hold this backend's attention over a batch of decodes."""
+        return False
 
     @property
-    def supports_capture(self) -> bool:
-        """Whether ``prepare_capture`` and ``prepare_replay`` work."""
+    def captures_chunks(self) -> bool:
+        """Whether a graph may hold this backend's attention over prefill chunks, beside decodes or alone."""
         return False
+
+    def prepare_capture(self, shape: CaptureShape, tables: StepTables) -> Any:
+        """Return a plan for ``forward`` whose buffers keep their addresses; ``tables`` are those of every replay.
+
+        A plan for chunks alone (``num_decodes`` 0) still finds its first query at ``cu_query_lens[0]``.
+        """
+        raise NotImplementedError(f"{self.name} does not capture")
+
+    def convert(self, plan: Any) -> None:  # noqa: B027 - most have nothing to convert
+        """Enqueue what turns the tables into the kernel's arguments; captured once, ahead of the first layer."""
+
+    def prepare_replay(self, plan: Any, lens: StepLens) -> None:  # noqa: B027 - most plan on the device
+        """Plan on the host for the step that is replayed next.
+
+        What it writes to the device goes through the current stream, so an earlier replay has read it before.
+        """
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from aserve.attention.base import AttentionBackend, AttentionBatch, LayerKV
+from torch import Tensor
+
+from aserve.attention.base import AttentionBackend, LayerKV
 from aserve.kernels.operators import Operators
 
 
@@ -11,8 +13,9 @@ from aserve.kernels.operators import Operators
 class ForwardContext:
     """One step, as the layers see it."""
 
-    batch: AttentionBatch
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int64: where the tokens' keys and values are written
     backend: AttentionBackend
-    plan: Any  # what backend.plan(batch) returned
+    plan: Any  # the backend's own, of this step
     layers_kv: list[LayerKV]  # one per layer
     operators: Operators

@@ -64,7 +64,14 @@ class CpuBackend(AttentionBackend):
         return CpuPlan(arguments, batch)
 
     def forward(
-        self, q: Tensor, layer_kv: LayerKV, plan: CpuPlan, spec: AttentionSpec, *, return_lse: bool = False
+        self,
+        q: Tensor,
+        layer_kv: LayerKV,
+        plan: CpuPlan,
+        spec: AttentionSpec,
+        *,
+        return_lse: bool = False,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         queries = q if q.dtype == torch.float32 else q.float()
         if queries.stride(2) != 1 or queries.stride(1) != spec.head_dim:
@@ -82,7 +89,7 @@ class CpuBackend(AttentionBackend):
         _set_spec(arguments, spec)
         if self._kernels.long.paged_attention(self._kernels.pool(), ctypes.byref(arguments)):
             raise MemoryError("no memory for the partial results of attention")
-        return output.to(q.dtype), lse
+        return output.to(q.dtype) if out is None else out.copy_(output), lse
 
 
 def _set_spec(arguments: AttentionArguments, spec: AttentionSpec) -> None:

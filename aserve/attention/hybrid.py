@@ -6,22 +6,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aserve.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, LayerKV, LseBase
+from aserve.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    CaptureShape,
+    LayerKV,
+    LseBase,
+    StepLens,
+    StepTables,
+)
 from aserve.attention.merge import convert_lse
 from aserve.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class HybridPlan:
-    """The plans of both slices, None for an empty one; the first ``num_decodes`` tokens are decodes."""
+    """The plans of both slices, None for an empty one.
+
+    In a captured plan the chunks' first token changes from step to step, so that part gets all tokens.
+    """
 
     num_decodes: int
     decode: Any
     prefill: Any
+    first_chunk_token: int
 
 
 class HybridBackend(AttentionBackend):
-    """Capture and replay belong to the decode backend. LSEs leave in base e, whatever the two speak."""
+    """LSEs leave in base e, whatever the two speak."""
 
     lse_base: LseBase = "e"
 
@@ -42,49 +55,71 @@ class HybridBackend(AttentionBackend):
     def plan(self, batch: AttentionBatch) -> HybridPlan:
         num_decodes, num_seqs = batch.num_decodes, len(batch.key_lens)
         if num_decodes == num_seqs:
-            return HybridPlan(num_decodes, self._decode.plan(batch), None)
+            return HybridPlan(num_decodes, self._decode.plan(batch), None, num_decodes)
         if num_decodes == 0:
-            return HybridPlan(0, None, self._prefill.plan(batch))
+            return HybridPlan(0, None, self._prefill.plan(batch), 0)
         decode = self._decode.plan(slice_batch(batch, 0, num_decodes))
-        return HybridPlan(num_decodes, decode, self._prefill.plan(slice_batch(batch, num_decodes, num_seqs)))
+        prefill = self._prefill.plan(slice_batch(batch, num_decodes, num_seqs))
+        return HybridPlan(num_decodes, decode, prefill, num_decodes)
 
     def forward(
-        self, q: Tensor, layer_kv: LayerKV, plan: HybridPlan, spec: AttentionSpec, *, return_lse: bool = False
+        self,
+        q: Tensor,
+        layer_kv: LayerKV,
+        plan: HybridPlan,
+        spec: AttentionSpec,
+        *,
+        return_lse: bool = False,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        border = plan.num_decodes
-        parts = []
-        if plan.decode is not None:
-            queries = q if plan.prefill is None else q[:border]
-            parts.append(_run(self._decode, queries, layer_kv, plan.decode, spec, return_lse))
-        if plan.prefill is not None:
-            parts.append(_run(self._prefill, q[border:], layer_kv, plan.prefill, spec, return_lse))
-        if len(parts) == 1:
-            return parts[0]
-        lses = [lse for _, lse in parts if lse is not None]
-        return torch.cat([output for output, _ in parts]), torch.cat(lses) if lses else None
+        out = torch.empty_like(q) if out is None else out
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+        for backend, part, section in (
+            (self._decode, plan.decode, slice(0, plan.num_decodes)),
+            (self._prefill, plan.prefill, slice(plan.first_chunk_token, None)),
+        ):
+            if part is None:
+                continue
+            _, part_lse = backend.forward(q[section], layer_kv, part, spec, return_lse=return_lse, out=out[section])
+            if lse is not None and part_lse is not None:
+                lse[section] = convert_lse(part_lse, backend.lse_base, self.lse_base)
+        return out, lse
 
     @property
-    def supports_capture(self) -> bool:
-        return self._decode.supports_capture
+    def captures_decodes(self) -> bool:
+        return self._decode.captures_decodes
 
-    def prepare_capture(self, batch: AttentionBatch) -> HybridPlan:
-        return HybridPlan(batch.num_decodes, self._decode.prepare_capture(batch), None)
+    @property
+    def captures_chunks(self) -> bool:
+        return self._decode.captures_decodes and self._prefill.captures_chunks
 
-    def prepare_replay(self, captured_plan: Any, batch: AttentionBatch) -> None:
-        self._decode.prepare_replay(captured_plan.decode, batch)
+    def prepare_capture(self, shape: CaptureShape, tables: StepTables) -> HybridPlan:
+        num_decodes, num_chunks = shape.num_decodes, shape.num_chunks
+        decode = prefill = None
+        if num_decodes:
+            section = CaptureShape(num_decodes, num_decodes, 0)
+            decode = self._decode.prepare_capture(section, tables.section(0, num_decodes))
+        if num_chunks:
+            section = CaptureShape(shape.num_tokens, 0, num_chunks)
+            prefill = self._prefill.prepare_capture(section, tables.section(num_decodes, num_decodes + num_chunks))
+        return HybridPlan(num_decodes, decode, prefill, first_chunk_token=0)
 
+    def convert(self, plan: HybridPlan) -> None:
+        if plan.decode is not None:
+            self._decode.convert(plan.decode)
+        if plan.prefill is not None:
+            self._prefill.convert(plan.prefill)
 
-def _run(
-    backend: AttentionBackend, q: Tensor, layer_kv: LayerKV, plan: Any, spec: AttentionSpec, return_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    output, lse = backend.forward(q, layer_kv, plan, spec, return_lse=return_lse)
-    return output, None if lse is None else convert_lse(lse, backend.lse_base, "e")
+    def prepare_replay(self, plan: HybridPlan, lens: StepLens) -> None:
+        if plan.decode is not None:
+            self._decode.prepare_replay(plan.decode, StepLens(lens.key_lens[: plan.num_decodes], lens.cu_query_lens))
+        if plan.prefill is not None:
+            self._prefill.prepare_replay(plan.prefill, StepLens(lens.key_lens[plan.num_decodes :], lens.cu_query_lens))
 
 
 def slice_batch(batch: AttentionBatch, start: int, stop: int) -> AttentionBatch:
     """Return sequences ``start .. stop - 1`` of ``batch`` as a batch of their own."""
     first = sum(batch.query_lens[:start])
-    last = first + sum(batch.query_lens[start:stop])
     num_pages = -(-max(batch.key_lens[start:stop]) // batch.page_size)
     cu_query_lens = batch.cu_query_lens[start : stop + 1] - first
     cu_key_lens = None
@@ -98,8 +133,6 @@ def slice_batch(batch: AttentionBatch, start: int, stop: int) -> AttentionBatch:
         cu_query_lens=cu_query_lens,
         key_lens_device=batch.key_lens_device[start:stop],
         page_table=batch.page_table[start:stop, :num_pages],
-        slot_mapping=batch.slot_mapping[first:last],
-        positions=batch.positions[first:last],
         page_size=batch.page_size,
         cu_key_lens=cu_key_lens,
     )

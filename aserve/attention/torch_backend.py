@@ -6,12 +6,19 @@ sequence's own last key, so nothing outside its keys is ever read, not even to b
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from aserve.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, LayerKV, LseBase
+from aserve.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    CaptureShape,
+    LayerKV,
+    LseBase,
+    StepTables,
+)
 from aserve.attention.softmax import attend
 
 MAX_GROUP_KEYS = 65_536  # padded keys gathered at once for decodes
@@ -48,7 +55,7 @@ class TorchPlan:
     groups: list[DecodeGroup]
     chunks: list[PrefillChunk]
     page_size: int
-    is_captured: bool = False
+    tables: StepTables | None = None  # of a captured plan
     key_rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
@@ -68,9 +75,16 @@ class TorchBackend(AttentionBackend):
         return TorchPlan(_group_decodes(batch), chunks, batch.page_size)
 
     def forward(
-        self, q: Tensor, layer_kv: LayerKV, plan: TorchPlan, spec: AttentionSpec, *, return_lse: bool = False
+        self,
+        q: Tensor,
+        layer_kv: LayerKV,
+        plan: TorchPlan,
+        spec: AttentionSpec,
+        *,
+        return_lse: bool = False,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        output = torch.empty_like(q)
+        output = torch.empty_like(q) if out is None else out
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
         for i, group in enumerate(plan.groups):
             key_rows = _group_key_rows(plan, i, spec.num_kv_heads)
@@ -81,26 +95,23 @@ class TorchBackend(AttentionBackend):
         return output, lse
 
     @property
-    def supports_capture(self) -> bool:
+    def captures_decodes(self) -> bool:
         return True
 
-    def prepare_capture(self, batch: AttentionBatch) -> TorchPlan:
-        """Take a batch of decodes whose page table has its full width, which fixes the number of keys gathered."""
-        if batch.num_decodes != len(batch.key_lens):
+    def prepare_capture(self, shape: CaptureShape, tables: StepTables) -> TorchPlan:
+        """Take a graph of decodes; it gathers as many keys of each as the page table is wide."""
+        if shape.num_chunks:
             raise ValueError("only batches of decodes are captured")
-        page_table, key_lens = batch.page_table.clone(), batch.key_lens_device.clone()
-        group = DecodeGroup(slice(len(key_lens)), page_table, key_lens, page_table.shape[1] * batch.page_size)
-        return TorchPlan([group], [], batch.page_size, is_captured=True)
+        width = tables.page_table.shape[1]
+        page_table = tables.page_table.new_zeros(shape.num_decodes, width)
+        key_lens = tables.key_lens[: shape.num_decodes]
+        group = DecodeGroup(slice(shape.num_decodes), page_table, key_lens, width * tables.page_size)
+        return TorchPlan([group], [], tables.page_size, tables)
 
-    def prepare_replay(self, captured_plan: Any, batch: AttentionBatch) -> None:
-        """Take a batch that the runner padded to the captured size; its page table may be narrower."""
-        group: DecodeGroup = captured_plan.groups[0]
-        if batch.page_table.shape[0] != group.page_table.shape[0]:
-            raise ValueError(f"captured {group.page_table.shape[0]} decodes, replaying {batch.page_table.shape[0]}")
-        width = batch.page_table.shape[1]
-        group.key_lens.copy_(batch.key_lens_device, non_blocking=True)
-        group.page_table[:, :width].copy_(batch.page_table, non_blocking=True)
-        group.page_table[:, width:] = batch.page_table[:, :1]
+    def convert(self, plan: TorchPlan) -> None:
+        assert plan.tables is not None
+        page_table = plan.groups[0].page_table
+        torch.index_select(plan.tables.page_table, 0, plan.tables.rows[: len(page_table)], out=page_table)
 
 
 def _group_decodes(batch: AttentionBatch) -> list[DecodeGroup]:
@@ -131,7 +142,7 @@ def _group_key_rows(plan: TorchPlan, i: int, num_kv_heads: int) -> Tensor:
     positions = torch.arange(group.max_key_len, device=group.key_lens.device)
     positions = torch.minimum(positions, group.key_lens.unsqueeze(1) - 1)  # [N, L]
     key_rows = _find_key_rows(group.page_table, positions, num_kv_heads, plan.page_size)
-    if not plan.is_captured:
+    if plan.tables is None:
         plan.key_rows[i, num_kv_heads] = key_rows
     return key_rows
 

@@ -91,8 +91,9 @@ def _windows(token_ids: list[int], window: int) -> Iterator[Tensor]:
 
 def _window_loss(parts: DeviceParts, token_ids: Tensor) -> tuple[float, int]:
     """Return the summed loss of all tokens but the first, and their number."""
-    batch = _one_prompt(len(token_ids))
-    ctx = ForwardContext(batch, parts.backend, parts.backend.plan(batch), parts.layers_kv, parts.operators)
+    places = torch.arange(len(token_ids))  # in the sequence and in the pool, whose pages it fills in order
+    plan = parts.backend.plan(_one_prompt(len(token_ids)))
+    ctx = ForwardContext(places, places, parts.backend, plan, parts.layers_kv, parts.operators)
     hidden = parts.model.forward(token_ids, ctx)[:-1]
     loss = 0.0
     for rows, targets in zip(torch.split(hidden, ROWS_AT_ONCE), torch.split(token_ids[1:], ROWS_AT_ONCE), strict=True):
@@ -107,7 +108,6 @@ def _summed_loss(model: Decoder, hidden: Tensor, targets: Tensor) -> float:
 
 def _one_prompt(num_tokens: int) -> AttentionBatch:
     """A whole prompt in one step, on the pages 0, 1, 2 ..."""
-    positions = torch.arange(num_tokens)
     return AttentionBatch(
         query_lens=[num_tokens],
         key_lens=[num_tokens],
@@ -115,8 +115,6 @@ def _one_prompt(num_tokens: int) -> AttentionBatch:
         cu_query_lens=torch.tensor([0, num_tokens], dtype=torch.int32),
         key_lens_device=torch.tensor([num_tokens], dtype=torch.int32),
         page_table=torch.arange(-(-num_tokens // PAGE_SIZE), dtype=torch.int32).unsqueeze(0),
-        slot_mapping=positions,
-        positions=positions,
         page_size=PAGE_SIZE,
     )
 

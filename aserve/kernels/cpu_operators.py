@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from aserve.kernels.cpu.bindings import CpuKernels, Functions, cpu_kernels
-from aserve.kernels.operators import Operators
+from aserve.kernels.operators import KVTarget, Operators
 
 BRIEF_VALUES = 1 << 16  # up to here a call takes some 20 us, for which the interpreter lock is not given away
 
@@ -54,11 +54,12 @@ class CpuOperators(Operators):
         )
         return q, k
 
-    def store_kv(self, k: Tensor, v: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    def store_kv(self, k: Tensor, v: Tensor, target: KVTarget) -> None:
+        key, value, slot_mapping = target.key, target.value, target.slot_mapping
         is_float32 = k.dtype == v.dtype == key.dtype == value.dtype == torch.float32
         is_dense = _has_dense_heads(k) and _has_dense_heads(v) and key.is_contiguous() and value.is_contiguous()
         if not (is_float32 and is_dense and slot_mapping.is_contiguous()):
-            super().store_kv(k, v, key, value, slot_mapping)
+            super().store_kv(k, v, target)
             return
         num_tokens, num_kv_heads, head_dim = k.shape
         self._functions(k).store_kv(

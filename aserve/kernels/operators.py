@@ -1,12 +1,63 @@
 """The small fused operators around attention and the linear layers, in plain torch.
 
 A device with something faster subclasses ``Operators``; models get one instance as an argument and
-never ask which.
+never ask which. The compositions (``add_norm_linear`` and those after it) are the places where kernels can be joined.
 """
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+class Projection(Protocol):
+    """A linear layer, as operators see it."""
+
+    @property
+    def dense_weight(self) -> Tensor | None:
+        """The weight [out, in] in the activations' dtype, None if it is kept in another form."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out], in the activations' dtype."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T + bias``; x [T, in]."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """What the columns of a merged query-key-value projection mean: H query heads, then K key, then K value heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over the channels of each query and key head, [D] each."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class KVTarget:
+    """Where keys and values of a step go.
+
+    Pages [pages, page_size, K, D] each; they may be a transposed view of [pages, K, page_size, D] in memory. Pages of
+    an 8-bit dtype take values divided by the scales.
+    """
+
+    key: Tensor
+    value: Tensor
+    slot_mapping: Tensor  # [T] int64
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
 
 class Operators:
@@ -36,16 +87,67 @@ class Operators:
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D/2]
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
-    def store_kv(self, k: Tensor, v: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """Write k, v [T, K, D] to the pages key, value [pages, page_size, K, D] at ``slot_mapping`` [T].
-
-        The pages may be a transposed view of [pages, K, page_size, D] in memory.
-        """
-        for pages, new in ((key, k), (value, v)):
+    def store_kv(self, k: Tensor, v: Tensor, target: KVTarget) -> None:
+        """Write k, v [T, K, D] to ``target``."""
+        for pages, new, scale in ((target.key, k, target.key_scale), (target.value, v, target.value_scale)):
+            stored = _to_pages(new, pages.dtype, scale)
             if pages.is_contiguous():
-                pages.view(-1, *pages.shape[2:])[slot_mapping] = new.to(pages.dtype)
+                pages.view(-1, *pages.shape[2:])[target.slot_mapping] = stored
             else:
-                pages[slot_mapping // pages.shape[1], slot_mapping % pages.shape[1]] = new.to(pages.dtype)
+                pages[target.slot_mapping // pages.shape[1], target.slot_mapping % pages.shape[1]] = stored
+
+    def linear(self, x: Tensor, linear: Projection) -> Tensor:
+        """Return linear(x)."""
+        return linear(x)
+
+    def add_norm_linear(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, linear: Projection
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``(linear(rms_norm(x + residual)), x + residual)``; without a residual x is the sum."""
+        if residual is None:
+            return self.linear(self.rms_norm(x, weight, eps), linear), x
+        normed, residual = self.add_rms_norm(x, residual, weight, eps)
+        return self.linear(normed, linear), residual
+
+    def add_norm_gate_up(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, linear: Projection
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``(silu_mul(linear(rms_norm(x + residual))), x + residual)``."""
+        gate_up, residual = self.add_norm_linear(x, residual, weight, eps, linear)
+        return self.silu_mul(gate_up), residual
+
+    def norm_logits(self, x: Tensor, weight: Tensor, eps: float, linear: Projection) -> Tensor:
+        """Return linear(rms_norm(x)) as float32 [N, V]."""
+        return self.linear(self.rms_norm(x, weight, eps), linear).float()
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        heads: HeadLayout,
+        norms: HeadNorms | None,
+        cos_sin: Tensor,
+        positions: Tensor,
+        target: KVTarget,
+    ) -> Tensor:
+        """Norm and rotate the query and key heads of qkv [T, (H + 2K) * D], store keys and values, return q [T, H, D].
+
+        May write to ``qkv``; the result may be a view of it.
+        """
+        parts = qkv.view(len(qkv), -1, heads.head_dim)
+        q, k, v = torch.split(parts, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
+        if norms is not None:
+            q, k = self.rms_norm(q, norms.query, norms.eps), self.rms_norm(k, norms.key, norms.eps)
+        q, k = self.rope(q, k, cos_sin, positions)
+        self.store_kv(k, v, target)
+        return q
+
+
+def _to_pages(new: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Convert keys or values to the pool's dtype; 8-bit floats saturate, for their conversion makes NaN of overflow."""
+    if dtype.itemsize > 1:
+        return new.to(dtype)
+    limit = torch.finfo(dtype).max
+    return (new.float() / scale).clamp(-limit, limit).to(dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -25,8 +25,18 @@ class Linear(WeightedLayer):
         self.has_bias = has_bias
         self._waiting: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
 
+    @property
+    def dense_weight(self) -> Tensor | None:
+        """The weight [out, in] as it is, None if the quant method keeps it in another form."""
+        return self.weights.method.dense_weight(self.tensors)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out], in the activations' dtype."""
+        return self.tensors.get("bias")
+
     def __call__(self, x: Tensor) -> Tensor:
-        return self.weights.method.apply(x, self.tensors, self.tensors.get("bias"))
+        return self.weights.method.apply(x, self.tensors, self.bias)
 
     def rows(self, row_ids: Tensor) -> Tensor:
         """Return rows [T, in] of the weight for ``row_ids`` [T] int64."""

@@ -1,11 +1,10 @@
 """The decoder-only transformer behind Llama, Mistral, Qwen2 and Qwen3: one class, differences as flags."""
 
-import torch
 from torch import Tensor
 
 from aserve.attention.base import AttentionSpec
 from aserve.attention.context import ForwardContext
-from aserve.kernels.operators import Operators
+from aserve.kernels.operators import HeadLayout, HeadNorms, KVTarget, Operators
 from aserve.layers.embedding import Embedding, TiedEmbedding, TokenEmbedding
 from aserve.layers.linear import Linear
 from aserve.layers.norm import NormWeight
@@ -41,7 +40,7 @@ class Decoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [N, V] for those rows of ``forward``'s result that are needed, [N, E]."""
-        return self._head(self._operators.rms_norm(hidden, self._norm.weight, self.config.rms_norm_eps)).float()
+        return self._operators.norm_logits(hidden, self._norm.weight, self.config.rms_norm_eps, self._head)
 
     def weighted_layers(self) -> list[WeightedLayer]:
         """Every layer that keeps weights, each once."""
@@ -76,14 +75,14 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """Return (what this layer adds, the stream it is to be added to), each [T, E]."""
         operators = ctx.operators
-        if residual is None:
-            residual = update
-            normed = operators.rms_norm(update, self._attention_norm.weight, self._eps)
-        else:
-            normed, residual = operators.add_rms_norm(update, residual, self._attention_norm.weight, self._eps)
-        attended = self._attention.forward(normed, cos_sin, ctx)
-        normed, residual = operators.add_rms_norm(attended, residual, self._mlp_norm.weight, self._eps)
-        return self._mlp.forward(normed, ctx), residual
+        qkv, residual = operators.add_norm_linear(
+            update, residual, self._attention_norm.weight, self._eps, self._attention.qkv
+        )
+        attended = self._attention.forward(qkv, cos_sin, ctx)
+        hidden, residual = operators.add_norm_gate_up(
+            attended, residual, self._mlp_norm.weight, self._eps, self._mlp.gate_up
+        )
+        return operators.linear(hidden, self._mlp.down), residual
 
     def weighted_layers(self) -> list[WeightedLayer]:
         """Every layer that keeps weights, each once."""
@@ -96,11 +95,10 @@ class Attention:
 
     def __init__(self, config: DecoderConfig, layer_idx: int, weights: WeightFormat) -> None:
         name = f"model.layers.{layer_idx}.self_attn"
-        self._head_dim = config.head_dim
+        self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim)
         self._eps = config.rms_norm_eps
         query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self._sizes = [query_size, key_size, key_size]
-        self._qkv = Linear(
+        self.qkv = Linear(
             f"{name}.qkv_proj",
             config.hidden_size,
             {f"{name}.q_proj": query_size, f"{name}.k_proj": key_size, f"{name}.v_proj": key_size},
@@ -128,30 +126,31 @@ class Attention:
             sliding_window=config.sliding_windows[layer_idx],
         )
 
-    def forward(self, x: Tensor, cos_sin: Tensor, ctx: ForwardContext) -> Tensor:
-        """Write this step's keys and values to the pool, attend; x and result [T, E]."""
+    def forward(self, qkv: Tensor, cos_sin: Tensor, ctx: ForwardContext) -> Tensor:
+        """Write this step's keys and values to the pool, attend; qkv is the merged projection, the result [T, E]."""
         operators, layer_kv = ctx.operators, ctx.layers_kv[self.spec.layer_idx]
-        q, k, v = (part.view(len(x), -1, self._head_dim) for part in torch.split(self._qkv(x), self._sizes, dim=1))
-        if self._qk_norms is not None:
-            q_norm, k_norm = self._qk_norms
-            q = operators.rms_norm(q, q_norm.weight, self._eps)
-            k = operators.rms_norm(k, k_norm.weight, self._eps)
-        q, k = operators.rope(q, k, cos_sin, ctx.batch.positions)
-        operators.store_kv(k, v, layer_kv.key, layer_kv.value, ctx.batch.slot_mapping)
+        target = KVTarget(layer_kv.key, layer_kv.value, ctx.slot_mapping, layer_kv.key_scale, layer_kv.value_scale)
+        q = operators.rope_store(qkv, self._heads, self._norms(), cos_sin, ctx.positions, target)
         attended, _ = ctx.backend.forward(q, layer_kv, ctx.plan, self.spec)
-        return self._output(attended.flatten(1))
+        return operators.linear(attended.flatten(1), self._output)
+
+    def _norms(self) -> HeadNorms | None:
+        if self._qk_norms is None:
+            return None
+        query, key = self._qk_norms
+        return HeadNorms(query.weight, key.weight, self._eps)
 
     def weighted_layers(self) -> list[WeightedLayer]:
         """Every layer that keeps weights, each once."""
-        return [self._qkv, self._output, *(self._qk_norms or ())]
+        return [self.qkv, self._output, *(self._qk_norms or ())]
 
 
 class Mlp:
-    """The gated feed-forward block."""
+    """The projections of the gated feed-forward block."""
 
     def __init__(self, config: DecoderConfig, name: str, weights: WeightFormat) -> None:
         size = config.intermediate_size
-        self._gate_up = Linear(
+        self.gate_up = Linear(
             f"{name}.gate_up_proj",
             config.hidden_size,
             {f"{name}.gate_proj": size, f"{name}.up_proj": size},
@@ -159,12 +158,8 @@ class Mlp:
             has_bias=config.has_mlp_bias,
         )
         down_name = f"{name}.down_proj"
-        self._down = Linear(down_name, size, {down_name: config.hidden_size}, weights, has_bias=config.has_mlp_bias)
-
-    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """x and result [T, E]."""
-        return self._down(ctx.operators.silu_mul(self._gate_up(x)))
+        self.down = Linear(down_name, size, {down_name: config.hidden_size}, weights, has_bias=config.has_mlp_bias)
 
     def weighted_layers(self) -> list[WeightedLayer]:
         """Every layer that keeps weights, each once."""
-        return [self._gate_up, self._down]
+        return [self.gate_up, self.down]

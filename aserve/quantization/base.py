@@ -33,6 +33,10 @@ class QuantMethod(ABC):
         Row i of the result depends on row i of x alone, bit for bit, whatever T is.
         """
 
+    def dense_weight(self, packed: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the weight [out, in] in the activations' dtype if that is how it is kept, else None."""
+        return None
+
     @abstractmethod
     def rows(self, packed: Mapping[str, Tensor], row_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows ``row_ids`` [T] int64 of the weight as [T, in]: the embedding lookup of a tied head."""

@@ -20,5 +20,8 @@ class Unquantized(QuantMethod):
     def apply(self, x: Tensor, packed: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
         return F.linear(x, packed["weight"], bias)
 
+    def dense_weight(self, packed: Mapping[str, Tensor]) -> Tensor:
+        return packed["weight"]
+
     def rows(self, packed: Mapping[str, Tensor], row_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return F.embedding(row_ids, packed["weight"]).to(dtype)

@@ -79,9 +79,16 @@ class StepExecutor:
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         parts = self._parts
-        token_ids, batch = self._tables.gather(inputs, plan)
-        ctx = ForwardContext(batch, parts.backend, parts.backend.plan(batch), parts.layers_kv, parts.operators)
-        return parts.model.forward(token_ids, ctx)
+        step = self._tables.gather(inputs, plan)
+        ctx = ForwardContext(
+            positions=step.positions,
+            slot_mapping=step.slot_mapping,
+            backend=parts.backend,
+            plan=parts.backend.plan(step.batch),
+            layers_kv=parts.layers_kv,
+            operators=parts.operators,
+        )
+        return parts.model.forward(step.token_ids, ctx)
 
     def _sample(self, inputs: StepInputs, hidden: Tensor) -> SampledTokens:
         rows = inputs.rows[inputs.sampled_seqs].astype(np.int64)

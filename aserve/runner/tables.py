@@ -1,5 +1,7 @@
 """What the device knows of every row: its pages and its tokens."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,6 +11,16 @@ from aserve.attention.base import AttentionBatch
 from aserve.runner.inputs import StepInputs
 from aserve.sampling.sampler import Upload
 from aserve.scheduler.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredStep:
+    """The inputs of one step on the device."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int64: where the tokens' keys and values are written
+    batch: AttentionBatch
 
 
 class DeviceTables:
@@ -43,8 +55,8 @@ class DeviceTables:
             rows, indices, pages = self._upload(np.array(plan.page_updates, np.int64).T)
             self.page_table[rows, indices] = pages.int()
 
-    def gather(self, inputs: StepInputs, plan: StepPlan) -> tuple[Tensor, AttentionBatch]:
-        """Return the step's token ids [T] and its bookkeeping for the attention backends."""
+    def gather(self, inputs: StepInputs, plan: StepPlan) -> GatheredStep:
+        """Return what the model and the attention backends read of the step."""
         token_rows, positions = self._upload(inputs.token_rows), self._upload(inputs.positions)
         pages = self.page_table[token_rows, positions // self._page_size].long()
         cu_query_lens, cu_key_lens = self._prefix_sums(inputs, plan)
@@ -56,12 +68,11 @@ class DeviceTables:
             cu_query_lens=cu_query_lens,
             key_lens_device=self._upload(inputs.key_lens),
             page_table=self.page_table[:, :width].index_select(0, self._upload(inputs.rows)),
-            slot_mapping=pages * self._page_size + positions % self._page_size,
-            positions=positions,
             page_size=self._page_size,
             cu_key_lens=cu_key_lens,
         )
-        return self.token_pool[token_rows, positions].long(), batch
+        slot_mapping = pages * self._page_size + positions % self._page_size
+        return GatheredStep(self.token_pool[token_rows, positions].long(), positions, slot_mapping, batch)
 
     def _prefix_sums(self, inputs: StepInputs, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """Upload only what is new: decodes count 0, 1, 2, ...; without earlier keys both sums are one tensor."""

@@ -8,7 +8,7 @@ from doubles_kernels import Threads, load_variant, variants
 from torch import Tensor
 
 from aserve.kernels.cpu_operators import CpuOperators
-from aserve.kernels.operators import Operators
+from aserve.kernels.operators import KVTarget, Operators
 
 WIDTHS = [1, 5, 16, 64, 80, 576, 1000]
 pytestmark = pytest.mark.parametrize("variant", variants())
@@ -85,7 +85,7 @@ def test_store_kv_writes_its_slots_and_no_other(variant: str, page_size: int) ->
     k, v = (merged[:, part * 128 : part * 128 + 128].view(5, 2, 64) for part in range(2))
     key, value = (torch.full((40 // page_size, page_size, 2, 64), math.nan) for _ in range(2))
     slots = torch.tensor([31, 0, 16, 15, 17])
-    operators(variant).store_kv(k, v, key, value, slots)
+    operators(variant).store_kv(k, v, KVTarget(key, value, slots))
     for pages, written in ((key, k), (value, v)):
         flat = pages.view(-1, 2, 64)
         assert torch.equal(flat[slots], written)
@@ -126,5 +126,5 @@ def test_other_dtypes_go_to_the_reference(variant: str) -> None:
     assert torch.equal(ops.silu_mul(x), Operators().silu_mul(x))
     key, value = (torch.zeros(2, 16, 2, 32, dtype=torch.bfloat16) for _ in range(2))
     k, slots = random(4, 2, 32), torch.tensor([1, 30, 2, 3])
-    ops.store_kv(k, k, key, value, slots)
+    ops.store_kv(k, k, KVTarget(key, value, slots))
     assert torch.equal(key.view(-1, 2, 32)[slots], k.bfloat16())

@@ -87,9 +87,10 @@ def test_padding_resets_every_row_after_a_larger_step(num_rows: int) -> None:
     assert inputs.positions[num_rows:].tolist() == [0] * num_padded
     assert inputs.cu_query_lens.tolist() == [*range(num_rows + 1), *[num_rows] * num_padded]
     assert inputs.sampled_seqs.tolist() == list(range(num_rows))
-    _, batch = tables.gather(inputs, plan)
+    step = tables.gather(inputs, plan)
+    batch = step.batch
     assert batch.num_decodes == ROWS
-    assert batch.slot_mapping[num_rows:].tolist() == [NUM_PAGES * PAGE_SIZE] * num_padded
+    assert step.slot_mapping[num_rows:].tolist() == [NUM_PAGES * PAGE_SIZE] * num_padded
     assert batch.page_table[num_rows:].unique().tolist() == ([NUM_PAGES] if num_padded else [])
     assert (batch.page_table[:num_rows, : 10 // PAGE_SIZE] < NUM_PAGES).all()
     assert batch.cu_query_lens.tolist() == inputs.cu_query_lens.tolist()
@@ -109,7 +110,7 @@ def test_three_kinds_of_prefix_sums() -> None:
     buffers, tables = InputBuffers(ROWS, 200), make_tables()
 
     def gather(plan: StepPlan) -> tuple[list[int], list[int], bool]:
-        _, batch = tables.gather(buffers.fill(plan), plan)
+        batch = tables.gather(buffers.fill(plan), plan).batch
         assert batch.cu_key_lens is not None
         is_shared = batch.cu_query_lens is batch.cu_key_lens
         return batch.cu_query_lens.tolist(), batch.cu_key_lens.tolist(), is_shared
@@ -131,26 +132,28 @@ def test_ids_and_slots_come_from_the_tables() -> None:
     ]
     plan.page_updates = [(5, 0, 7), (2, 0, 9), (2, 1, 1)]
     tables.update(plan)
-    ids, batch = tables.gather(buffers.fill(plan), plan)
-    assert ids.tolist() == [13, 22, 23, 24, 25]
-    assert batch.positions.tolist() == [3, 2, 3, 4, 5]
-    assert batch.slot_mapping.tolist() == [7 * 4 + 3, 9 * 4 + 2, 9 * 4 + 3, 1 * 4, 1 * 4 + 1]
+    step = tables.gather(buffers.fill(plan), plan)
+    batch = step.batch
+    assert step.token_ids.tolist() == [13, 22, 23, 24, 25]
+    assert step.positions.tolist() == [3, 2, 3, 4, 5]
+    assert step.slot_mapping.tolist() == [7 * 4 + 3, 9 * 4 + 2, 9 * 4 + 3, 1 * 4, 1 * 4 + 1]
     assert batch.page_table.tolist() == [[7, NUM_PAGES], [9, 1]]
     assert batch.page_table.dtype == torch.int32
     tables.store_sampled(np.array([5]), np.array([4]), torch.tensor([77]))
     following = plan_of([(5, 4, 1, True)], num_decodes=1)
     following.page_updates = [(5, 1, 3)]
     tables.update(following)
-    ids, batch = tables.gather(buffers.fill(following), following)
-    assert ids.tolist() == [77]
-    assert batch.slot_mapping.tolist() == [12]
+    step = tables.gather(buffers.fill(following), following)
+    assert step.token_ids.tolist() == [77]
+    assert step.slot_mapping.tolist() == [12]
 
 
 def test_a_step_does_not_read_the_buffers_of_the_next() -> None:
     """What was gathered stays as it was when the host fills its buffers again."""
     buffers, tables = InputBuffers(ROWS, 200), make_tables()
     plan = plan_of([(0, 3, 5, True)])
-    _, batch = tables.gather(buffers.fill(plan), plan)
-    before = [tensor.tolist() for tensor in (batch.positions, batch.key_lens_device, batch.cu_query_lens)]
+    step = tables.gather(buffers.fill(plan), plan)
+    batch = step.batch
+    before = [tensor.tolist() for tensor in (step.positions, batch.key_lens_device, batch.cu_query_lens)]
     buffers.fill(plan_of([(row, 20, 9, True) for row in range(ROWS)]))
-    assert before == [tensor.tolist() for tensor in (batch.positions, batch.key_lens_device, batch.cu_query_lens)]
+    assert before == [tensor.tolist() for tensor in (step.positions, batch.key_lens_device, batch.cu_query_lens)]

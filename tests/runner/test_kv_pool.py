@@ -7,7 +7,7 @@ from doubles_attention import make_problem, torch_backend
 from aserve.attention.torch_backend import TorchBackend
 from aserve.errors import ConfigError
 from aserve.kernels.choose import choose_operators
-from aserve.kernels.operators import Operators
+from aserve.kernels.operators import KVTarget, Operators
 from aserve.runner.kv_pool import KVLayout, allocate_pool, check_offsets, count_pages
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def test_a_pool_with_heads_first_is_indexed_like_any_other() -> None:
     k, v = torch.randn(2, 2, 3, 8)
     for operators in (Operators(), choose_operators(CPU)):
         layer.key.zero_()
-        operators.store_kv(k, v, layer.key, layer.value, torch.tensor([9, 3]))
+        operators.store_kv(k, v, KVTarget(layer.key, layer.value, torch.tensor([9, 3])))
         assert torch.equal(layer.key[2, 1], k[0])
         assert torch.equal(layer.value[0, 3], v[1])
         assert layer.key.count_nonzero() == k.numel()
