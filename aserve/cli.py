@@ -107,7 +107,9 @@ def _add_settings(parser: argparse.ArgumentParser, section: str, with_model: boo
     for setting, hint in setting_fields(section):
         text = f"{setting.metadata['help']}{_default_text(setting.default)}"
         if setting.name == "model" and with_model:
-            parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=text)
+            either = parser.add_mutually_exclusive_group()
+            either.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=text)
+            either.add_argument("--model", dest="model", default=argparse.SUPPRESS, metavar="MODEL", help="the same")
             continue
         flag = f"--{setting.name.replace('_', '-')}"
         group.add_argument(

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from aserve.builtin_models import BUILTIN_MODELS
 from aserve.errors import ConfigError
 
 
@@ -37,6 +38,11 @@ class EngineConfig:
 
     model: str | None = option(None, "local folder, .gguf file or hub id; none serves the embedded demo model")
     revision: str | None = option(None, "branch, tag or commit of a hub id")
+    random_weights: bool = option(
+        False,
+        "draw weights instead of reading them, to measure speed without a download; the model is then a folder with "
+        f"config.json or one of {', '.join(BUILTIN_MODELS)}",
+    )
     served_model_name: str | None = option(None, "name that clients use; default: the model's own")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "type of weights and activations")

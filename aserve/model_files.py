@@ -1,12 +1,14 @@
 """Where a model's files are and what kind they are; knows no tensors and no tokenizer."""
 
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from aserve.builtin_models import find_builtin, require_builtin
 from aserve.config import EngineConfig
 from aserve.errors import ConfigError
 
@@ -21,12 +23,17 @@ PICKLE_REFUSAL = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on this machine: a ``.gguf`` file, or a folder with config.json and ``*.safetensors``."""
+    """A model on this machine: a ``.gguf`` file, or a folder with config.json and ``*.safetensors``.
+
+    Format "random" has no weights, only ``config``, the content of config.json; its ``path`` is the folder that this
+    came from, or the name of a built-in config.
+    """
 
     path: Path
-    format: Literal["gguf", "safetensors"]
+    format: Literal["gguf", "safetensors", "random"]
     name: str  # what clients call it unless --served-model-name says otherwise
     is_demo: bool = False
+    config: Mapping[str, Any] | None = None
 
 
 def locate_model(config: EngineConfig) -> ModelFiles:
@@ -34,6 +41,8 @@ def locate_model(config: EngineConfig) -> ModelFiles:
 
     A GGUF file in a hub repository is named as ``org/name:file.gguf``. Raises ConfigError saying what is wrong.
     """
+    if config.random_weights:
+        return _locate_random(config)
     if config.model is None:
         # Imported here, since both modules build on ModelFiles.
         from aserve.demo_model import find_demo_model
@@ -46,7 +55,10 @@ def locate_model(config: EngineConfig) -> ModelFiles:
         return _locate_local(path)
     match = HUB_ID.fullmatch(config.model)
     if match is None:
-        raise ConfigError(f"there is no file or folder {config.model!r}, and it is not a hub id of the form org/name")
+        advice = "; its shape is built in: add --random-weights" if find_builtin(config.model) else ""
+        raise ConfigError(
+            f"there is no file or folder {config.model!r}, and it is not a hub id of the form org/name{advice}"
+        )
     from aserve.hub import fetch
 
     return fetch(match["repo"], config.revision, match["file"])
@@ -76,6 +88,24 @@ def explain_refusal(names: Sequence[str], wanted: str | None = None) -> str:
     if pickles := [name for name in names if name.endswith(PICKLE_SUFFIXES)]:
         return PICKLE_REFUSAL.format(names=", ".join(pickles[:3]))
     return "it has neither safetensors nor a GGUF file"
+
+
+def _locate_random(config: EngineConfig) -> ModelFiles:
+    if config.model is None:
+        raise ConfigError("random weights need a model: a folder with config.json or the name of a built-in config")
+    if config.revision is not None:
+        raise ConfigError(f"a revision ({config.revision}) makes no sense with random weights")
+    folder = Path(os.path.expanduser(config.model))
+    if not folder.exists():
+        name, content = require_builtin(config.model)
+        return ModelFiles(Path(name), "random", name, config=content)
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"random weights need a config.json, but that of {folder} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{folder / 'config.json'} does not hold a JSON object")
+    return ModelFiles(folder, "random", folder.resolve().name, config=content)
 
 
 def _locate_local(path: Path) -> ModelFiles:

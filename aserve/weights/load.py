@@ -14,6 +14,7 @@ from aserve.weights.checkpoint import Checkpoint
 from aserve.weights.fill import fill
 from aserve.weights.gguf_file import GgufFile
 from aserve.weights.packed_cache import PackedCache
+from aserve.weights.random_weights import fill_with_random
 from aserve.weights.safetensors_folder import SafetensorsFolder
 
 
@@ -34,18 +35,26 @@ def load_model(
     Raises ConfigError for a model that is not supported, WeightsError (a ConfigError) naming tensor and file for a
     checkpoint that is incomplete or damaged.
     """
-    checkpoint = open_checkpoint(files)
     method = resolve_quantization(quantization, device, is_demo=files.is_demo)
     weights = WeightFormat(method, dtype, device)
+    if files.config is not None:
+        model = Decoder(DecoderConfig.from_hf(files.config), weights, operators)
+        fill_with_random(model)
+    else:
+        model = _load_checkpoint(open_checkpoint(files), weights, operators)
+    return LoadedModel(model, model.config)
+
+
+def _load_checkpoint(checkpoint: Checkpoint, weights: WeightFormat, operators: Operators) -> Decoder:
     model = Decoder(checkpoint.config, weights, operators)
-    cache = PackedCache(checkpoint, weights) if method.layout else None
+    cache = PackedCache(checkpoint, weights) if weights.method.layout else None
     if cache is None or not cache.restore(model):
         fill(model, checkpoint)
         if cache is not None:
             cache.save(model)
-    return LoadedModel(model, checkpoint.config)
+    return model
 
 
 def open_checkpoint(files: ModelFiles) -> Checkpoint:
-    """Open the model's files and check that they fit together; no weights are read."""
+    """Open the files of a model that has weights and check that they fit together; no weights are read."""
     return GgufFile(files.path) if files.format == "gguf" else SafetensorsFolder(files.path)

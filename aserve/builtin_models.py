@@ -1,0 +1,92 @@
+"""The config.json of well-known models, so that one of true size runs with random weights and no download."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from aserve.errors import ConfigError
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+BUILTIN_MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-8B": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "Qwen3-14B": _QWEN3
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "tie_word_embeddings": False,
+    },
+    "Llama-3.1-8B": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+    },
+}
+
+
+def find_builtin(model: str) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the name and config of the built-in model that ``model`` names in any case, with or without "org/"."""
+    wanted = model.rpartition("/")[2].lower()
+    return next(((name, config) for name, config in BUILTIN_MODELS.items() if name.lower() == wanted), None)
+
+
+def require_builtin(model: str) -> tuple[str, Mapping[str, Any]]:
+    """Return what ``find_builtin`` does; raise ConfigError with the known names if there is none."""
+    if (found := find_builtin(model)) is None:
+        raise ConfigError(
+            f"random weights need a folder with config.json or a built-in config, and {model!r} is neither; "
+            f"built in: {', '.join(BUILTIN_MODELS)}"
+        )
+    return found
