@@ -19,6 +19,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from aserve.builtin_models import BUILTIN_MODELS
 from aserve.errors import ConfigError
 
+API_KEY_VARIABLE = "ASERVE_API_KEY"
+
 
 def cache_folder() -> Path:
     """Return the folder for downloads and packed weights: $ASERVE_CACHE, else the user's cache folder."""
@@ -56,6 +58,8 @@ class EngineConfig:
         None, "tokens that one step computes; default: 8192 on a GPU, on a CPU what takes less than 250 ms"
     )
     page_size: int = option(16, "tokens per KV page, 1 to 256")
+    kv_cache_dtype: Literal["auto", "fp8"] = option("auto", "type of cached keys and values; auto: that of the model")
+    cuda_graphs: bool = option(True, "capture the usual steps as CUDA graphs at start")
     kv_memory_gib: float | None = option(None, "GiB of KV pages; default: 1 on a CPU")
     kv_memory_fraction: float = option(0.9, "share of the GPU's memory for weights, graphs and KV pages")
     num_pages: int | None = option(None, "number of KV pages, instead of the two settings above")
@@ -80,7 +84,9 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one")
-    api_key: str | None = option(None, "key that clients must send (Bearer), HTTP and WebSocket; also ASERVE_API_KEY")
+    api_key: str | None = option(
+        None, f"key that clients must send (Bearer), HTTP and WebSocket; also {API_KEY_VARIABLE}"
+    )
     allowed_origins: tuple[str, ...] = option((), "browser origins allowed besides the server's own; '*' allows all")
     max_body_mib: float = option(16.0, "MiB of one request body")
     max_frame_mib: float = option(16.0, "MiB of one WebSocket message")

@@ -21,7 +21,7 @@ from aserve.kernels.choose import choose_operators
 from aserve.log import configure_logging
 from aserve.model_files import ModelFiles, locate_model
 from aserve.models.decoder import Decoder
-from aserve.runner.build import assemble
+from aserve.runner.assemble import assemble
 from aserve.runner.executor import DeviceParts
 from aserve.tokenizer.load import load_tokenizer
 from aserve.weights.load import load_model

@@ -116,9 +116,12 @@ class Operators:
         gate_up, residual = self.add_norm_linear(x, residual, weight, eps, linear)
         return self.silu_mul(gate_up), residual
 
-    def norm_logits(self, x: Tensor, weight: Tensor, eps: float, linear: Projection) -> Tensor:
-        """Return linear(rms_norm(x)) as float32 [N, V]."""
-        return self.linear(self.rms_norm(x, weight, eps), linear).float()
+    def norm_logits(
+        self, x: Tensor, weight: Tensor, eps: float, linear: Projection, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Return linear(rms_norm(x)) as float32 [N, V], in ``out`` if that is given."""
+        logits = self.linear(self.rms_norm(x, weight, eps), linear)
+        return logits.float() if out is None else out.copy_(logits)
 
     def rope_store(
         self,

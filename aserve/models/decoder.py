@@ -1,5 +1,6 @@
 """The decoder-only transformer behind Llama, Mistral, Qwen2 and Qwen3: one class, differences as flags."""
 
+import torch
 from torch import Tensor
 
 from aserve.attention.base import AttentionSpec
@@ -30,17 +31,18 @@ class Decoder:
             else Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, weights)
         )
 
-    def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """Run token_ids [T] int64 through all layers; return what ``compute_logits`` takes, [T, E]."""
+    def forward(self, token_ids: Tensor, ctx: ForwardContext, *, out: Tensor | None = None) -> Tensor:
+        """Run token_ids [T] int64 through all layers; return what ``compute_logits`` takes, [T, E], in ``out`` if given."""
         update = self._embed(token_ids)
         residual: Tensor | None = None
         for layer in self._layers:
             update, residual = layer.forward(update, residual, self._rotary.cos_sin, ctx)
-        return update if residual is None else residual + update
+        assert residual is not None  # a model has layers
+        return torch.add(residual, update, out=out) if out is not None else residual + update
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [N, V] for those rows of ``forward``'s result that are needed, [N, E]."""
-        return self._operators.norm_logits(hidden, self._norm.weight, self.config.rms_norm_eps, self._head)
+    def compute_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [N, V] for those rows of ``forward``'s result that are needed, [N, E]; in ``out`` if given."""
+        return self._operators.norm_logits(hidden, self._norm.weight, self.config.rms_norm_eps, self._head, out=out)
 
     def weighted_layers(self) -> list[WeightedLayer]:
         """Every layer that keeps weights, each once."""

@@ -4,32 +4,24 @@ from collections.abc import Set
 
 import torch
 
-from aserve.attention.base import AttentionProblem
-from aserve.attention.registry import resolve_backend
 from aserve.config import EngineConfig
-from aserve.kernels.operators import Operators
 from aserve.model_files import ModelFiles
-from aserve.models.decoder import Decoder
+from aserve.runner.assemble import assemble, outline
 from aserve.runner.base import ModelRunner
-from aserve.runner.calibrate import MAX_CPU_TOKENS, MAX_STEP_S, StepCost, StepTimer, measure_step_cost
+from aserve.runner.calibrate import MAX_STEP_S, StepCost, StepTimer, measure_step_cost
 from aserve.runner.choose_dtype import resolve_dtype
 from aserve.runner.compute_thread import ComputeThread
 from aserve.runner.executor import DeviceParts, StepExecutor
-from aserve.runner.kv_pool import KVLayout, allocate_pool
 from aserve.runner.resolve import (
     log_choice,
     resolve_device,
-    resolve_max_num_seqs,
     resolve_num_threads,
     resolve_operators,
-    resolve_pool_size,
     resolve_quant_method,
 )
 from aserve.runner.torch_runner import TorchRunner
 from aserve.scheduler.limits import Limits
 from aserve.weights.load import load_model
-
-GPU_MAX_NUM_BATCHED_TOKENS = 8192
 
 
 def build_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: Set[int]) -> ModelRunner:
@@ -46,11 +38,22 @@ def build_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: Set[int
     dtype = thread.submit(resolve_dtype, config.dtype, device, method).result()
     operators = resolve_operators(device)
     model = load_model(files, device=device, dtype=dtype, quantization=method.name, operators=operators).model
-    parts = assemble(config, model, operators, device, dtype)
+    if device.type == "cuda":
+        thread.close()
+        # Imported here, since a machine without a GPU may have no Triton.
+        from aserve.runner.cuda.build import build_cuda_runner
+
+        return build_cuda_runner(config, *outline(config, model, operators, device, dtype), eos_token_ids)
+    return _build_cpu_runner(config, assemble(config, model, operators, device, dtype), eos_token_ids, thread)
+
+
+def _build_cpu_runner(
+    config: EngineConfig, parts: DeviceParts, eos_token_ids: Set[int], thread: ComputeThread
+) -> TorchRunner:
     executor = StepExecutor(parts, eos_token_ids)
     cost = _resolve_step_cost(config, parts, executor, thread)
     limits = Limits(
-        vocab_size=model.config.vocab_size,
+        vocab_size=parts.model.config.vocab_size,
         max_model_len=parts.max_model_len,
         max_num_seqs=parts.max_num_seqs,
         max_num_batched_tokens=cost.max_num_batched_tokens,
@@ -61,45 +64,12 @@ def build_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: Set[int
     return TorchRunner(executor, limits, thread)
 
 
-def assemble(
-    config: EngineConfig, model: Decoder, operators: Operators, device: torch.device, dtype: torch.dtype
-) -> DeviceParts:
-    """Choose the attention backend for ``model`` and allocate its pages."""
-    shape = model.config
-    problem = AttentionProblem(
-        device_type=device.type,
-        dtype=dtype,
-        kv_dtype=dtype,
-        page_size=config.page_size,
-        kinds=tuple(dict.fromkeys(spec.kind for spec in model.attention_specs())),
-    )
-    backend = resolve_backend(config.attention_backend, problem, device)
-    layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype, device, backend.kv_order)
-    max_num_seqs = resolve_max_num_seqs(config.max_num_seqs, device)
-    size = resolve_pool_size(config, layout, shape.max_context_len, max_num_seqs, backend)
-    most_tokens = max(MAX_CPU_TOKENS, max_num_seqs) if device.type == "cpu" else GPU_MAX_NUM_BATCHED_TOKENS
-    return DeviceParts(
-        model=model,
-        backend=backend,
-        operators=operators,
-        layers_kv=allocate_pool(layout, config.page_size, size.num_pages),
-        device=device,
-        max_num_seqs=max_num_seqs,
-        max_model_len=size.max_model_len,
-        max_num_tokens=config.max_num_batched_tokens or most_tokens,
-        num_pages=size.num_pages,
-        page_size=config.page_size,
-    )
-
-
 def _resolve_step_cost(
     config: EngineConfig, parts: DeviceParts, executor: StepExecutor, thread: ComputeThread
 ) -> StepCost:
     """Return the token budget of a step; what is set is taken as it is, so that attention costs nothing extra."""
     if config.max_num_batched_tokens is not None:
         cost, reason = StepCost(config.max_num_batched_tokens, 0.0), "as set"
-    elif parts.device.type == "cuda":
-        cost, reason = StepCost(GPU_MAX_NUM_BATCHED_TOKENS, 0.0), "default on a GPU"
     else:
         timer = StepTimer(executor.execute, parts.max_num_seqs, parts.max_model_len)
         cost = thread.submit(measure_step_cost, timer).result()

@@ -73,7 +73,7 @@ class StepExecutor:
     def _run(self, plan: StepPlan) -> StepTokens:
         inputs = self._buffers.fill(plan)
         hidden = self._forward(plan, inputs)
-        scores = self._prompt_scores.score(plan, inputs, hidden)
+        scores = self._prompt_scores.score(plan, hidden)
         sampled = self._sample(inputs, hidden) if inputs.sampled_seqs.size else None
         return self._read_back(plan.step_id, sampled, scores)
 

@@ -57,10 +57,22 @@ def check_offsets(layout: KVLayout, page_size: int, num_pages: int, backend: Att
         raise ConfigError(f"num_pages {num_pages} does not fit the page table's 32-bit numbers")
 
 
-def gpu_memory_gib(device: torch.device, fraction: float) -> float:
-    """Return what is left for KV pages of ``fraction`` of the GPU's memory, in GiB; weights are loaded already."""
+def gpu_memory_gib(device: torch.device, fraction: float, reserved_bytes: int) -> float:
+    """Return what is left for KV pages of ``fraction`` of the GPU's memory, in GiB.
+
+    Weights are loaded already; ``reserved_bytes`` are what steps and graphs will take. Raises ConfigError naming needed
+    and free memory if nothing is left.
+    """
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    return max(0.0, free_bytes - (1 - fraction) * total_bytes) / GIB
+    left = free_bytes - (1 - fraction) * total_bytes - reserved_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"no GPU memory is left for KV pages: {free_bytes / GIB:.2f} of {total_bytes / GIB:.2f} GiB are free, "
+            f"steps and graphs need {reserved_bytes / GIB:.2f} GiB, and kv_memory_fraction {fraction:g} keeps "
+            f"{(1 - fraction) * total_bytes / GIB:.2f} GiB unused; lower max_num_seqs or max_num_batched_tokens, or "
+            "raise kv_memory_fraction"
+        )
+    return left / GIB
 
 
 def allocate_pool(layout: KVLayout, page_size: int, num_pages: int) -> list[LayerKV]:

@@ -1,5 +1,6 @@
 """Log probabilities of prompt tokens, for the rows that ask for them."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,6 @@ from torch import Tensor
 
 from aserve.models.decoder import Decoder
 from aserve.request import TokenLogprobs
-from aserve.runner.inputs import StepInputs
 from aserve.sampling.logprobs import LogprobTensors, compute_logprobs, list_logprobs
 from aserve.scheduler.plan import RowStart, StepPlan
 
@@ -43,19 +43,19 @@ class PromptScores:
         if start.params.prompt_logprobs is not None:
             self._wanted[start.row] = start.params.prompt_logprobs, start.prompt_len
 
-    def score(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> list[ChunkScores]:
+    def score(self, plan: StepPlan, hidden: Tensor) -> list[ChunkScores]:
         """Score each scheduled token that a prompt token follows; nothing waits for the device."""
         if not self._wanted:
             return []
         scores = []
-        for place, row in enumerate(plan.rows):
+        first_tokens = itertools.accumulate(plan.num_scheduled, initial=0)
+        for place, (row, first_token) in enumerate(zip(plan.rows, first_tokens, strict=False)):
             if row not in self._wanted:
                 continue
             num_top, prompt_len = self._wanted[row]
             computed = plan.num_computed[place]
             count = min(plan.num_scheduled[place], prompt_len - 1 - computed)
             if count > 0:
-                first_token = int(inputs.cu_query_lens[place])
                 targets = self._token_pool[row, computed + 1 : computed + 1 + count].long()
                 parts = self._score(hidden[first_token : first_token + count], targets, num_top)
                 scores.append(ChunkScores(place, num_top, parts))

@@ -70,6 +70,15 @@ def resolve_max_num_seqs(setting: int | None, device: torch.device) -> int:
     return value
 
 
+def resolve_kv_dtype(setting: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the type of cached keys and values."""
+    if setting == "fp8" and device.type != "cuda":
+        raise ConfigError("kv_cache_dtype 'fp8' needs a CUDA device")
+    kv_dtype = torch.float8_e4m3fn if setting == "fp8" else dtype
+    log_choice("kv_cache_dtype", str(kv_dtype).removeprefix("torch."), "as set" if setting == "fp8" else "the model's")
+    return kv_dtype
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSize:
     """How long a sequence may be and how many pages all of them share."""
@@ -79,18 +88,19 @@ class PoolSize:
 
 
 def resolve_pool_size(
-    config: EngineConfig, layout: KVLayout, max_context_len: int, max_num_seqs: int, backend: AttentionBackend
+    config: EngineConfig,
+    layout: KVLayout,
+    max_context_len: int,
+    max_num_seqs: int,
+    backend: AttentionBackend,
+    reserved_bytes: int = 0,
 ) -> PoolSize:
-    """Fit context length and pages to each other and to the memory.
+    """Fit context length and pages to each other and to the memory, of which ``reserved_bytes`` are spoken for.
 
     Raises ConfigError if the settings ask for more than the model or the memory has.
     """
-    wanted_len = config.max_model_len if config.max_model_len is not None else max_context_len
-    if wanted_len > max_context_len:
-        raise ConfigError(f"max_model_len {wanted_len} is more than the model's context of {max_context_len} tokens")
-    if wanted_len < 2:
-        raise ConfigError("max_model_len must leave room for a prompt and an output token: at least 2")
-    num_pages, reason = _count_pages(config, layout, wanted_len, max_num_seqs)
+    wanted_len = wanted_model_len(config, max_context_len)
+    num_pages, reason = _count_pages(config, layout, wanted_len, max_num_seqs, reserved_bytes)
     check_offsets(layout, config.page_size, num_pages, backend)
     log_choice("num_pages", num_pages, f"{config.page_size} tokens each; {reason}")
     num_tokens = num_pages * config.page_size
@@ -103,7 +113,19 @@ def resolve_pool_size(
     return PoolSize(num_tokens, num_pages)
 
 
-def _count_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, max_num_seqs: int) -> tuple[int, str]:
+def wanted_model_len(config: EngineConfig, max_context_len: int) -> int:
+    """Return the context length that is asked for. Raises ConfigError if the model has not that much."""
+    wanted_len = config.max_model_len if config.max_model_len is not None else max_context_len
+    if wanted_len > max_context_len:
+        raise ConfigError(f"max_model_len {wanted_len} is more than the model's context of {max_context_len} tokens")
+    if wanted_len < 2:
+        raise ConfigError("max_model_len must leave room for a prompt and an output token: at least 2")
+    return wanted_len
+
+
+def _count_pages(
+    config: EngineConfig, layout: KVLayout, max_model_len: int, max_num_seqs: int, reserved_bytes: int
+) -> tuple[int, str]:
     """Return how many pages and why."""
     if config.num_pages is not None:
         return config.num_pages, "as set"
@@ -112,7 +134,8 @@ def _count_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, max
     if config.kv_memory_gib is not None:
         memory_gib, reason = config.kv_memory_gib, "as set"
     elif layout.device.type == "cuda":
-        memory_gib, reason = gpu_memory_gib(layout.device, config.kv_memory_fraction), "share of the GPU's memory"
+        memory_gib = gpu_memory_gib(layout.device, config.kv_memory_fraction, reserved_bytes)
+        reason = "what the GPU's share leaves beside weights, steps and graphs"
     num_pages = count_pages(layout, config.page_size, memory_gib)
     if num_pages >= most:
         return most, f"what {max_num_seqs} sequences of {max_model_len} tokens need"

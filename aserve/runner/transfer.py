@@ -18,7 +18,9 @@ class Transfer:
     def upload(self, array: NDArray[np.generic]) -> Tensor:
         """Copy a host array to the device; on a CPU too, for the host's buffers are filled again."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor.clone() if self._device.type == "cpu" else tensor.to(self._device)
+        if self._device.type == "cpu":
+            return tensor.clone()
+        return tensor.pin_memory().to(self._device, non_blocking=True)  # torch keeps the pinned copy until it is read
 
     def read_back(self, groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """Return the same groups of tensors on the host, after one wait for the device."""

@@ -13,4 +13,5 @@ class Limits:
     max_num_batched_tokens: int  # token budget of a step
     num_pages: int  # pages that may be handed out; the dummy page is not among them
     page_size: int  # tokens per page
+    max_num_chunks: int | None = None  # prefill chunks of one step; None = as many as there are rows
     context_cost: float = 0.0  # cost of attending to one earlier token, in units of one token's linear layers

@@ -144,12 +144,14 @@ class StepPlanner:
     def _plan_prefills(self, flight: Flight, remaining: float) -> None:
         """Fill what remains of the budget: started prompts by rank, then the head of the queue while it starts."""
         for seq in self._prefills.copy():
+            if not self._has_chunk_left(flight.plan):
+                return
             chunk = self._budget.largest_chunk(remaining, seq.num_computed)
             if chunk == 0 and flight.sequences:
                 self._prompts_starved = flight.plan.is_decode
                 return
             remaining -= self._plan_chunk(flight, seq, chunk)
-        while self._waiting and not self._is_head_blocked():
+        while self._waiting and not self._is_head_blocked() and self._has_chunk_left(flight.plan):
             if remaining < 1.0:
                 self._prompts_starved = flight.plan.is_decode
                 return
@@ -160,6 +162,11 @@ class StepPlanner:
             flight.plan.row_starts.append(start)
             chunk = self._budget.largest_chunk(remaining, seq.num_computed)
             remaining -= self._plan_chunk(flight, seq, chunk)
+
+    def _has_chunk_left(self, plan: StepPlan) -> bool:
+        """Whether the step may hold one more prefill chunk."""
+        most = self._limits.max_num_chunks
+        return most is None or len(plan.rows) - plan.num_decodes < most
 
     def _plan_chunk(self, flight: Flight, seq: Sequence, max_tokens: int) -> float:
         """Add the next chunk of a prompt, at least one token, and return its cost."""

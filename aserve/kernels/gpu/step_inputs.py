@@ -1,0 +1,108 @@
+"""From the tables on the device to a step's inputs, in one kernel; and what a step writes to the tables first."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 256
+MAX_BLOCKS = 16  # programs that share the tokens of a sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpans:
+    """Where each of S sequences, and then the padding, finds its tokens; int32 on the device.
+
+    The last entry is the padding: the dummy row, all of it at position 0.
+    """
+
+    rows: Tensor  # [S + 1] of token pool and page table
+    starts: Tensor  # [S + 1] first token among the step's
+    lens: Tensor  # [S + 1] tokens
+    key_lens: Tensor  # [S] tokens of the sequence, those of this step included
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """One entry a token, int64."""
+
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    slot_mapping: Tensor  # [T]
+
+
+def gather_inputs(
+    spans: SequenceSpans, token_pool: Tensor, page_table: Tensor, page_size: int, inputs: TokenInputs
+) -> None:
+    """Fill ``inputs`` for the tokens that ``spans`` name.
+
+    token_pool [rows, positions] and page_table [rows, pages] int32. A slot is page * page_size + position % page_size.
+    """
+    num_blocks = min(MAX_BLOCKS, triton.cdiv(inputs.token_ids.shape[0], BLOCK))
+    _gather_inputs[(spans.rows.shape[0], num_blocks)](
+        spans.rows,
+        spans.starts,
+        spans.lens,
+        spans.key_lens,
+        token_pool,
+        page_table,
+        inputs.token_ids,
+        inputs.positions,
+        inputs.slot_mapping,
+        token_pool.stride(0),
+        page_table.stride(0),
+        page_size,
+        BLOCK,
+        num_warps=4,
+    )
+
+
+def scatter(places: Tensor, values: Tensor, table: Tensor) -> None:
+    """Write ``values`` [N] int32 to the flat ``places`` [N] int32 of ``table``, a contiguous int32 tensor."""
+    num_values = values.shape[0]
+    _scatter[(triton.cdiv(num_values, BLOCK),)](places, values, table, num_values, BLOCK)
+
+
+@triton.jit(do_not_specialize=["pool_stride", "table_stride", "page_size"])
+def _gather_inputs(
+    rows,
+    starts,
+    lens,
+    key_lens,
+    token_pool,
+    page_table,
+    token_ids,
+    positions,
+    slot_mapping,
+    pool_stride,
+    table_stride,
+    page_size,
+    BLOCK: tl.constexpr,
+):
+    seq = tl.program_id(0)
+    num_tokens = tl.load(lens + seq)
+    block = tl.program_id(1)
+    is_padding = seq == tl.num_programs(0) - 1
+    if num_tokens > block * BLOCK:
+        row = tl.load(rows + seq).to(tl.int64)
+        start = tl.load(starts + seq)
+        first = tl.load(key_lens + seq, mask=not is_padding, other=0) - num_tokens
+        for base in range(block * BLOCK, num_tokens, tl.num_programs(1) * BLOCK):
+            offsets = base + tl.arange(0, BLOCK)
+            is_token = offsets < num_tokens
+            position = tl.where(is_padding, 0, first + offsets)
+            token_id = tl.load(token_pool + row * pool_stride + position, mask=is_token)
+            page = tl.load(page_table + row * table_stride + position // page_size, mask=is_token)
+            slot = page.to(tl.int64) * page_size + position % page_size
+            tl.store(token_ids + start + offsets, token_id.to(tl.int64), mask=is_token)
+            tl.store(positions + start + offsets, position.to(tl.int64), mask=is_token)
+            tl.store(slot_mapping + start + offsets, slot, mask=is_token)
+
+
+@triton.jit(do_not_specialize=["num_values"])
+def _scatter(places, values, table, num_values, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_value = offsets < num_values
+    place = tl.load(places + offsets, mask=is_value)
+    tl.store(table + place, tl.load(values + offsets, mask=is_value), mask=is_value)

@@ -1,0 +1,70 @@
+"""Model, attention backend and KV pool as the parts that a step runs on."""
+
+from dataclasses import replace
+
+import torch
+
+from aserve.attention.base import AttentionProblem
+from aserve.attention.registry import resolve_backend
+from aserve.config import EngineConfig
+from aserve.kernels.operators import Operators
+from aserve.models.decoder import Decoder
+from aserve.runner.calibrate import MAX_CPU_TOKENS
+from aserve.runner.executor import DeviceParts
+from aserve.runner.kv_pool import KVLayout, allocate_pool
+from aserve.runner.resolve import resolve_kv_dtype, resolve_max_num_seqs, resolve_pool_size, wanted_model_len
+
+GPU_MAX_NUM_BATCHED_TOKENS = 8192
+
+
+def assemble(
+    config: EngineConfig, model: Decoder, operators: Operators, device: torch.device, dtype: torch.dtype
+) -> DeviceParts:
+    """Choose the attention backend for ``model`` and allocate its pages."""
+    parts, layout = outline(config, model, operators, device, dtype)
+    return with_pool(config, parts, layout)
+
+
+def outline(
+    config: EngineConfig, model: Decoder, operators: Operators, device: torch.device, dtype: torch.dtype
+) -> tuple[DeviceParts, KVLayout]:
+    """Return the parts with no pages but the dummy ones, for the context that is asked for, and the pages' layout."""
+    shape = model.config
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
+    problem = AttentionProblem(
+        device_type=device.type,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        page_size=config.page_size,
+        kinds=tuple(dict.fromkeys(spec.kind for spec in model.attention_specs())),
+    )
+    backend = resolve_backend(config.attention_backend, problem, device)
+    layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_dtype, device, backend.kv_order)
+    max_num_seqs = resolve_max_num_seqs(config.max_num_seqs, device)
+    most_tokens = max(MAX_CPU_TOKENS, max_num_seqs) if device.type == "cpu" else GPU_MAX_NUM_BATCHED_TOKENS
+    parts = DeviceParts(
+        model=model,
+        backend=backend,
+        operators=operators,
+        layers_kv=allocate_pool(layout, config.page_size, 0),
+        device=device,
+        max_num_seqs=max_num_seqs,
+        max_model_len=wanted_model_len(config, shape.max_context_len),
+        max_num_tokens=config.max_num_batched_tokens or most_tokens,
+        num_pages=0,
+        page_size=config.page_size,
+    )
+    return parts, layout
+
+
+def with_pool(config: EngineConfig, parts: DeviceParts, layout: KVLayout, reserved_bytes: int = 0) -> DeviceParts:
+    """Return ``parts`` with as many pages as the settings and the memory beside ``reserved_bytes`` allow."""
+    size = resolve_pool_size(
+        config, layout, parts.model.config.max_context_len, parts.max_num_seqs, parts.backend, reserved_bytes
+    )
+    return replace(
+        parts,
+        layers_kv=allocate_pool(layout, parts.page_size, size.num_pages),
+        num_pages=size.num_pages,
+        max_model_len=size.max_model_len,
+    )

@@ -1,0 +1,154 @@
+"""From a loaded model to a runner on a CUDA device: what is allocated, in which order, and how much each part takes."""
+
+import gc
+from collections.abc import Set
+
+import torch
+
+from aserve.config import EngineConfig
+from aserve.errors import ConfigError
+from aserve.runner.assemble import with_pool
+from aserve.runner.cuda.body import Body
+from aserve.runner.cuda.cuda_runner import CudaRunner
+from aserve.runner.cuda.device_state import DeviceState, StateSizes
+from aserve.runner.cuda.graphs import Graphs, GraphSizes
+from aserve.runner.cuda.head import Head
+from aserve.runner.cuda.sizes import MAX_CHUNKS, exact_shape
+from aserve.runner.cuda.staging import Staging
+from aserve.runner.cuda.step_arrays import ArrayLayout
+from aserve.runner.cuda.streams import UploadSlots
+from aserve.runner.executor import DeviceParts
+from aserve.runner.kv_pool import GIB, KVLayout
+from aserve.runner.prompt_scores import PromptScores
+from aserve.runner.resolve import log_choice
+from aserve.runner.transfer import Transfer
+from aserve.runner.warm_up import dummy_plan
+from aserve.sampling.sampler import Sampler
+from aserve.scheduler.limits import Limits
+
+SPARE_WORDS = 1 << 18  # room for new pages and prompts in an upload slot; a step that needs more gets a larger one
+FULL_SAMPLING_COPIES = 5  # of the logits, while rows with filters and penalties are sampled
+MIN_GRAPH_BYTES = 1 << 20
+MARGIN_BYTES = 256 << 20  # fragmentation, and libraries that allocate beside torch
+
+
+class CudaAssembly:
+    """Everything of a runner but the KV pool and the graphs, whose sizes depend on what is left."""
+
+    def __init__(self, config: EngineConfig, parts: DeviceParts, eos_token_ids: Set[int]) -> None:
+        """``parts`` come with a pool of no pages but the dummy ones."""
+        self._config = config
+        self._parts = parts
+        shape = parts.model.config
+        layout = ArrayLayout(parts.max_num_seqs)
+        sizes = StateSizes(
+            max_num_seqs=parts.max_num_seqs,
+            max_model_len=parts.max_model_len,
+            max_num_tokens=parts.max_num_tokens,
+            hidden_size=shape.hidden_size,
+            vocab_size=shape.vocab_size,
+            page_size=parts.page_size,
+        )
+        self._upload = Transfer(parts.device).upload
+        self._compute = torch.cuda.Stream(parts.device, priority=-1)
+        self._state = DeviceState(sizes, layout, parts.backend.problem.dtype, parts.device)
+        self._sampler = Sampler(parts.max_num_seqs + 1, shape.vocab_size, eos_token_ids, parts.device, self._upload)
+        slots = UploadSlots(layout.num_words + SPARE_WORDS, parts.device, self._compute)
+        self._staging = Staging(slots, layout, self._state, self._sampler)
+        self._head = Head(parts.model, self._state)
+        self._sizes = GraphSizes.choose(
+            parts.backend, parts.max_num_seqs, parts.max_num_tokens, enabled=config.cuda_graphs
+        )
+
+    @torch.inference_mode()
+    def measure(self) -> int:
+        """Return the bytes that steps and graphs will take beside what is allocated now; tries the largest of each."""
+        self._state.point_at(self._parts.num_pages)
+        body = Body(self._parts, self._state)
+        free_before = _free_bytes()
+        with torch.cuda.stream(self._compute):
+            self._run_largest(body)
+            pool = torch.cuda.graph_pool_handle()
+            largest, smallest = self._sizes.extremes()
+            graphs = [Graphs(sizes, pool) for sizes in (largest, smallest)]
+            graphs[0].capture(body, self._head, self._staging, show_progress=False)
+            free_first = _free_bytes()
+            graphs[1].capture(body, self._head, self._staging, show_progress=False)
+            free_last = _free_bytes()
+        graphs.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        per_graph = max(MIN_GRAPH_BYTES, (free_first - free_last) // max(1, smallest.count))
+        sampling = FULL_SAMPLING_COPIES * self._state.logits.nbytes
+        needed = free_before - free_first + per_graph * self._sizes.count + sampling + MARGIN_BYTES
+        log_choice("reserved_gib", f"{needed / GIB:.2f}", f"steps, {self._sizes.count} graphs, sampling")
+        return needed
+
+    def _run_largest(self, body: Body) -> None:
+        """Run the largest step without a graph, as one that fits into none would be."""
+        num_tokens, most = self._parts.max_num_tokens, self._parts.max_model_len
+        spans = [min(most, num_tokens - start) for start in range(0, num_tokens, most)][: self._parts.max_num_seqs]
+        plan = dummy_plan(self._parts.max_num_seqs, [(0, span) for span in spans])
+        plan.num_decodes = 0
+        shape = exact_shape(plan)
+        body.run_eagerly(plan, shape, self._staging.send(plan, shape, len(spans)).lens)
+        self._head.score_and_sample(self._parts.max_num_seqs)
+
+    @torch.inference_mode()
+    def finish(self, parts: DeviceParts) -> CudaRunner:
+        """Capture the graphs over the pool of ``parts`` and return the runner."""
+        self._state.point_at(parts.num_pages)
+        body, graphs = Body(parts, self._state), Graphs(self._sizes, torch.cuda.graph_pool_handle())
+        with torch.cuda.stream(self._compute):
+            graphs.capture(body, self._head, self._staging, show_progress=True)
+            self._compute.synchronize()
+        log_choice(
+            "cuda_graphs",
+            self._sizes.count,
+            f"{len(self._sizes.decodes)} batches up to {max(self._sizes.decodes, default=0)}, "
+            f"{len(self._sizes.tokens)} mixed steps up to {max(self._sizes.tokens, default=0)} tokens, heads for both",
+        )
+        limits = Limits(
+            vocab_size=parts.model.config.vocab_size,
+            max_model_len=parts.max_model_len,
+            max_num_seqs=parts.max_num_seqs,
+            max_num_batched_tokens=parts.max_num_tokens,
+            num_pages=parts.num_pages,
+            page_size=parts.page_size,
+            max_num_chunks=MAX_CHUNKS,
+        )
+        return CudaRunner(
+            limits,
+            state=self._state,
+            staging=self._staging,
+            body=body,
+            head=self._head,
+            graphs=graphs,
+            sampler=self._sampler,
+            prompt_scores=PromptScores(parts.model, self._state.token_pool),
+            upload=self._upload,
+            compute=self._compute,
+        )
+
+
+def build_cuda_runner(
+    config: EngineConfig, parts: DeviceParts, layout: KVLayout, eos_token_ids: Set[int]
+) -> CudaRunner:
+    """Size the KV pool after everything else and capture the graphs; ``parts`` have no pages but the dummy ones yet.
+
+    Raises ConfigError naming needed and free memory if the GPU has too little.
+    """
+    try:
+        assembly = CudaAssembly(config, parts, eos_token_ids)
+        return assembly.finish(with_pool(config, parts, layout, assembly.measure()))
+    except torch.OutOfMemoryError as error:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(parts.device)
+        raise ConfigError(
+            f"out of GPU memory while starting: {free_bytes / GIB:.2f} of {total_bytes / GIB:.2f} GiB are free; lower "
+            f"kv_memory_fraction, max_num_seqs or max_num_batched_tokens ({error})"
+        ) from error
+
+
+def _free_bytes() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]

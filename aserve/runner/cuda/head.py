@@ -1,0 +1,45 @@
+"""From the hidden states of the sampled rows to logits, and on to tokens where all rows want a plain draw."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aserve.models.decoder import Decoder
+from aserve.runner.cuda.device_state import DeviceState
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedHead:
+    """Two graphs for one number of rows: with sampling inside, and with the logits left to the caller."""
+
+    sampling: torch.cuda.CUDAGraph
+    scoring: torch.cuda.CUDAGraph
+
+
+class Head:
+    """Reads ``state.sampled_hidden``; sampled tokens go to ``state.results`` and into the token pool."""
+
+    def __init__(self, model: Decoder, state: DeviceState) -> None:
+        self._model = model
+        self._state = state
+
+    def capture(self, size: int, pool: Any) -> CapturedHead:
+        """Capture both graphs for ``size`` rows on the current stream."""
+        self.score_and_sample(size)  # compiles and loads what is new, which a capture cannot
+        sampling, scoring = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
+        with torch.cuda.graph(sampling, pool=pool, stream=stream):
+            self.score_and_sample(size)
+        with torch.cuda.graph(scoring, pool=pool, stream=stream):
+            self.score(size)
+        return CapturedHead(sampling, scoring)
+
+    def score(self, size: int) -> None:
+        """Enqueue the logits of the first ``size`` sampled rows, into ``state.logits``."""
+        self._model.compute_logits(self._state.sampled_hidden[:size], out=self._state.logits[:size])
+
+    def score_and_sample(self, size: int) -> None:
+        """Enqueue plain draws from these logits too."""
+        self.score(size)
+        self._state.sample_plainly(size)

@@ -1,0 +1,74 @@
+"""Pinned memory that sampled tokens come back to."""
+
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aserve.runner.transfer import pack, unpack
+from aserve.sampling.sampler import BAD_LOGITS
+from aserve.scheduler.plan import StepTokens
+
+
+@dataclass(slots=True)
+class Download:
+    """A copy on its way: valid once ``done`` has happened, until ``report`` has been called."""
+
+    done: torch.cuda.Event
+    report: Callable[[], StepTokens]
+
+
+class Downloads:
+    """Starts copies to the host on the current stream."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()  # pinned [max_num_seqs] int32, given back when read
+
+    def plain(self, step_id: int, token_ids: Tensor) -> Download:
+        """Fetch ``token_ids`` [N] int32, in which -1 marks a row without usable logits."""
+        count = len(token_ids)
+        buffer = self._take()
+        buffer[:count].copy_(token_ids, non_blocking=True)
+
+        def report() -> StepTokens:
+            tokens: list[int] = buffer[:count].tolist()
+            self._free.put(buffer)
+            errors = {place: BAD_LOGITS for place, token in enumerate(tokens) if token < 0} if -1 in tokens else {}
+            return StepTokens(step_id, tokens, errors=errors)
+
+        return Download(_record(), report)
+
+    def groups(
+        self, tensors: Sequence[Sequence[Tensor]], report: Callable[[list[list[Tensor]]], StepTokens]
+    ) -> Download:
+        """Fetch groups of tensors of any shape; ``report`` gets them on the host."""
+        flat = [tensor for group in tensors for tensor in group]
+        packed = pack(flat)
+        # Pinned memory of torch's own cache, which is not handed out again before this copy is done.
+        on_host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
+        on_host.copy_(packed, non_blocking=True)
+
+        def read() -> StepTokens:
+            copies = iter(unpack(on_host, flat))
+            return report([[next(copies) for _ in group] for group in tensors])
+
+        return Download(_record(), read)
+
+    def nothing(self, step_id: int) -> Download:
+        """Wait for a step that samples nothing."""
+        return Download(_record(), lambda: StepTokens(step_id, []))
+
+    def _take(self) -> Tensor:
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            return torch.empty(self._max_num_seqs, dtype=torch.int32, pin_memory=True)
+
+
+def _record() -> torch.cuda.Event:
+    event = torch.cuda.Event(blocking=True)  # the waiting thread sleeps instead of spinning
+    event.record()
+    return event

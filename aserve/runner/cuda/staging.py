@@ -1,0 +1,89 @@
+"""One step's way from plan to device: arrays, new pages and new prompts in one pinned buffer, one copy, two tables."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aserve.attention.base import CaptureShape, StepLens
+from aserve.kernels.gpu.step_inputs import scatter
+from aserve.runner.cuda.device_state import DeviceState
+from aserve.runner.cuda.step_arrays import ArrayLayout, StepFiller, StepRows
+from aserve.runner.cuda.streams import UploadSlot, UploadSlots
+from aserve.sampling.sampler import Sampler
+from aserve.scheduler.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """What the host still needs of a step that is on its way."""
+
+    lens: StepLens
+    sampled: StepRows
+    is_plain: bool  # all sampled rows want a plain draw
+
+
+class Staging:
+    """Fills the slots; all device work it enqueues is on the current stream, after the upload."""
+
+    def __init__(self, slots: UploadSlots, layout: ArrayLayout, state: DeviceState, sampler: Sampler) -> None:
+        self._slots = slots
+        self._layout = layout
+        self._state = state
+        self._sampler = sampler
+        self._filler = StepFiller(layout.max_num_sampled)
+
+    def send(self, plan: StepPlan, shape: CaptureShape, head_size: int) -> StagedStep:
+        """Bring the inputs of ``plan``, padded to ``shape`` and ``head_size`` sampled rows, to the device."""
+        num_places = 2 * len(plan.page_updates)
+        num_words = self._layout.num_words + num_places + sum(len(start.token_ids) for start in plan.row_starts)
+        slot = self._slots.acquire(num_words)
+        arrays = self._layout.host_views(slot.words)
+        lens = self._filler.fill(arrays, plan, shape)
+        sampled = self._filler.fill_sampled(arrays, plan, max(head_size, self._state.num_sampled(shape)))
+        count = len(sampled.rows)
+        is_plain = self._sampler.are_plain(sampled.rows)
+        if is_plain:
+            self._sampler.plain_inputs(
+                sampled.rows, sampled.positions, arrays.uniforms[:count], arrays.temperatures[:count]
+            )
+        self._append_pages(slot.words[self._layout.num_words :], plan)
+        self._append_prompts(slot.words[self._layout.num_words + num_places :], plan)
+        self._apply(slot, plan, num_words)
+        return StagedStep(lens, sampled, is_plain)
+
+    def send_padding(self, shape: CaptureShape) -> StepLens:
+        """Bring a step of ``shape`` to the device that holds little but padding."""
+        dummy_row = self._layout.max_num_sampled
+        count = shape.num_decodes if not shape.num_chunks else 1
+        plan = StepPlan(-1, [dummy_row] * count, [0] * count, [1] * count, [True] * count)
+        plan.num_decodes = 0 if shape.num_chunks else count
+        return self.send(plan, shape, 0).lens
+
+    def _append_pages(self, words: NDArray[np.int32], plan: StepPlan) -> None:
+        count = len(plan.page_updates)
+        if not count:
+            return
+        rows, indices, pages = np.array(plan.page_updates, np.int32).T
+        words[:count] = rows * self._state.page_table.stride(0) + indices
+        words[count : 2 * count] = pages
+
+    def _append_prompts(self, words: NDArray[np.int32], plan: StepPlan) -> None:
+        place = 0
+        for start in plan.row_starts:
+            words[place : place + len(start.token_ids)] = start.token_ids
+            place += len(start.token_ids)
+
+    def _apply(self, slot: UploadSlot, plan: StepPlan, num_words: int) -> None:
+        """Copy the slot and write what it holds to where the step reads it."""
+        words, state = self._slots.send(slot, num_words), self._state
+        state.words.copy_(words[: self._layout.num_words])
+        place = self._layout.num_words
+        if count := len(plan.page_updates):
+            scatter(words[place : place + count], words[place + count : place + 2 * count], state.page_table)
+            place += 2 * count
+        for start in plan.row_starts:
+            stop = place + len(start.token_ids)
+            state.token_pool[start.row, : len(start.token_ids)].copy_(words[place:stop])
+            place = stop
+        slot.consumed.record()

@@ -1,0 +1,70 @@
+"""The two streams of a GPU and the buffers that cross between host and device on them.
+
+Invariant: a pinned buffer has one owner and is rewritten only after the event of its last reader; so is its twin on
+the device, which the upload stream rewrites only after the compute stream has read it.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+NUM_SLOTS = 3  # one that the host fills, one on its way, one that the device reads
+
+
+@dataclass(slots=True)
+class UploadSlot:
+    """A pinned buffer of int32 words and its twin on the device."""
+
+    host: Tensor
+    device: Tensor
+    words: NDArray[np.int32] = field(init=False)  # the pinned memory
+    copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    consumed: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+    def __post_init__(self) -> None:
+        self.words = self.host.numpy()
+
+
+class UploadSlots:
+    """Slots in turn; each step fills one, sends it with one copy on the upload stream, and reads it on the other."""
+
+    def __init__(self, num_words: int, device: torch.device, compute: torch.cuda.Stream) -> None:
+        self._device = device
+        self._compute = compute
+        self._upload = torch.cuda.Stream(device)
+        self._slots = deque(self._allocate(num_words) for _ in range(NUM_SLOTS))
+        self.num_waits = 0  # times the host came round before a copy was done
+
+    def acquire(self, num_words: int) -> UploadSlot:
+        """Return the next slot, with room for ``num_words``; its pinned memory may be written."""
+        slot = self._slots[0]
+        self._slots.rotate(-1)
+        if not slot.copied.query():
+            self.num_waits += 1
+            slot.copied.synchronize()
+        if num_words > len(slot.words):
+            grown = self._allocate(1 << (num_words - 1).bit_length())
+            slot.host, slot.words, slot.device = grown.host, grown.words, grown.device
+        return slot
+
+    def send(self, slot: UploadSlot, num_words: int) -> Tensor:
+        """Copy the first words to the device and let the compute stream wait for them; returns them there."""
+        self._upload.wait_event(slot.consumed)
+        target = slot.device[:num_words]
+        with torch.cuda.stream(self._upload):
+            target.copy_(slot.host[:num_words], non_blocking=True)
+            slot.copied.record(self._upload)
+        self._compute.wait_stream(self._upload)
+        return target
+
+    def _allocate(self, num_words: int) -> UploadSlot:
+        host = torch.empty(num_words, dtype=torch.int32, pin_memory=True)
+        # Zeros: memory of the compute stream must not be handed to the upload stream before its last use is over.
+        with torch.cuda.stream(self._upload):
+            device = torch.zeros(num_words, dtype=torch.int32, device=self._device)
+        device.record_stream(self._compute)
+        return UploadSlot(host, device)
