@@ -1,13 +1,15 @@
 """The sampling parameters of every row of the page table, as host arrays that a step indexes by its rows."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from enum import IntFlag
 
 import numpy as np
 
 from aserve.request import MAX_LOGIT_BIAS
+from aserve.sampling.uniform import spread_seeds
 from aserve.scheduler.plan import RowStart
 
+NEVER = 2**62  # a position that no sequence reaches
 SMALLEST_TEMPERATURE = 1e-5  # below it the best token has all the mass in float32
 
 
@@ -36,14 +38,16 @@ class RowParams:
         self._vocab_size = vocab_size
         self.needs = np.zeros(num_rows, np.uint8)  # of Need
         self.values = np.zeros((num_rows, Column.COUNT), np.float32)
-        self.seeds = np.zeros(num_rows, np.uint64)
+        self.states = np.zeros(num_rows, np.uint64)  # of the row's random numbers
+        self.draw_temperatures = np.zeros(num_rows, np.float32)  # 0 for rows that do not draw
+        self.plain_from = np.zeros(num_rows, np.int64)  # position from which on the row is greedy or a draw from all
         self.num_logprobs = np.zeros(num_rows, np.int64)
         self.free_positions = np.zeros(num_rows, np.int64)  # from here on the sequence may end
         self.bias_ids = np.zeros((num_rows, MAX_LOGIT_BIAS), np.int64)
         self.biases = np.zeros((num_rows, MAX_LOGIT_BIAS), np.float32)  # unused entries add 0 to token 0
 
-    def start_row(self, start: RowStart) -> None:
-        """Take the parameters of the sequence that enters."""
+    def start_row(self, start: RowStart, final_ids: Sequence[int]) -> None:
+        """Take the parameters of the sequence that enters; ``final_ids`` would end it."""
         row, params = start.row, start.params
         self.values[row] = (
             params.temperature,
@@ -54,17 +58,26 @@ class RowParams:
             params.presence_penalty,
             params.frequency_penalty,
         )
-        self.seeds[row] = start.seed % 2**64
+        self.states[row] = spread_seeds(np.array([start.seed % 2**64], np.uint64))[0]
         self.num_logprobs[row] = params.logprobs or 0
         self.free_positions[row] = start.prompt_len + params.min_tokens
         self.biases[row] = 0.0
         if params.logit_bias:
             self.bias_ids[row, : len(params.logit_bias)] = list(params.logit_bias)
             self.biases[row, : len(params.logit_bias)] = list(params.logit_bias.values())
-        self.needs[row] = find_needs(start)
+        self.needs[row] = needs = find_needs(start, has_final_ids=bool(final_ids))
+        self.draw_temperatures[row] = params.temperature if Need.DRAW in needs else 0.0
+        self.plain_from[row] = self._find_plain(row, needs)
+
+    def _find_plain(self, row: int, needs: Need) -> int:
+        _, top_k, top_p, min_p = self.values[row, : Column.MIN_P + 1]
+        is_filtered = Need.DRAW in needs and (top_k > 0 or top_p < 1 or min_p > 0)
+        if is_filtered or needs & ~(Need.DRAW | Need.MIN_TOKENS):
+            return NEVER
+        return int(self.free_positions[row]) if Need.MIN_TOKENS in needs else 0
 
 
-def find_needs(start: RowStart) -> Need:
+def find_needs(start: RowStart, *, has_final_ids: bool) -> Need:
     """Return what the row wants; a top_k of 1 and a top_p of 0 leave only the most likely token."""
     params = start.params
     needs = Need(0)
@@ -74,7 +87,7 @@ def find_needs(start: RowStart) -> Need:
         needs |= Need.PENALTIES
     if params.logit_bias:
         needs |= Need.BIAS
-    if params.min_tokens > 0:
+    if params.min_tokens > 0 and has_final_ids:
         needs |= Need.MIN_TOKENS
     if params.logprobs is not None:
         needs |= Need.LOGPROBS

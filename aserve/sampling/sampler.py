@@ -17,7 +17,7 @@ from aserve.sampling.draw import Filters, draw_tokens
 from aserve.sampling.logprobs import LogprobTensors, compute_logprobs, list_logprobs
 from aserve.sampling.row_params import Column, Need, RowParams, final_token_ids
 from aserve.sampling.token_counts import TokenCounts
-from aserve.sampling.uniform import draw_uniforms
+from aserve.sampling.uniform import advance
 from aserve.scheduler.plan import RowStart, StepTokens
 
 IntArray = NDArray[np.int64]
@@ -69,14 +69,38 @@ class Sampler:
 
     def start_row(self, start: RowStart) -> None:
         """Reset a row for the sequence that enters."""
-        self._params.start_row(start)
+        final_ids = final_token_ids(start, self._eos_token_ids)
+        self._params.start_row(start, final_ids)
         needs = Need(int(self._params.needs[start.row]))
         if Need.PENALTIES in needs:
             token_ids = self._upload(np.array(start.token_ids, np.int64))
             self._counts.start_row(start.row, token_ids[: start.prompt_len], token_ids[start.prompt_len :])
         self._final_ids.pop(start.row, None)
         if Need.MIN_TOKENS in needs:
-            self._final_ids[start.row] = np.array(final_token_ids(start, self._eos_token_ids), np.int64)
+            self._final_ids[start.row] = np.array(final_ids, np.int64)
+
+    def reserve(self) -> int:
+        """Allocate now what rows may need on the device later, and return its bytes."""
+        return self._counts.reserve()
+
+    def are_plain(self, rows: IntArray, positions: IntArray | None = None) -> bool:
+        """Whether all ``rows`` [N] are greedy or draw from all tokens, and want nothing else.
+
+        Then ``plain_inputs`` says all that a device needs to know of them. With the ``positions`` [N] of the new
+        tokens, rows count whose min_tokens lie behind them.
+        """
+        return bool((self._params.plain_from[rows] <= (0 if positions is None else positions)).all())
+
+    def plain_inputs(
+        self,
+        rows: IntArray,
+        positions: IntArray,
+        out_uniforms: NDArray[np.float64],
+        out_temperatures: NDArray[np.float32],
+    ) -> None:
+        """Fill [N] each: a number in [0, 1) and the temperature, 0 for the most likely token."""
+        advance(self._params.states[rows], positions, out_uniforms)
+        np.take(self._params.draw_temperatures, rows, out=out_temperatures, mode="clip")  # "raise" would buffer
 
     def sample(self, logits: Tensor, rows: IntArray, positions: IntArray) -> SampledTokens:
         """Choose one token for each of the N distinct ``rows``.
@@ -85,17 +109,15 @@ class Sampler:
         """
         needs = self._params.needs[rows]
         places = np.flatnonzero(needs & Need.LOGPROBS)
-        raw = logits[self._upload(places)] if places.size else None
+        reported = self._upload(places) if places.size else None
+        raw = None if reported is None else logits[reported]
         logits = self._adjust(logits, rows, positions, needs)
-        best, token_ids = logits.max(-1)
-        is_bad = ~torch.isfinite(best)
-        self._draw(logits, token_ids, rows, positions, needs)
-        token_ids.masked_fill_(is_bad, 0)
+        token_ids, is_bad = self._choose(logits, rows, positions, needs)
         self._count(token_ids, is_bad, rows, needs)
         num_logprobs = self._params.num_logprobs[rows[places]].tolist()
         logprobs = None
-        if raw is not None:
-            logprobs = compute_logprobs(raw, token_ids[self._upload(places)], max(num_logprobs))
+        if reported is not None and raw is not None:
+            logprobs = compute_logprobs(raw, token_ids[reported], max(num_logprobs))
         return SampledTokens(token_ids, is_bad, logprobs, places, num_logprobs)
 
     def _adjust(self, logits: Tensor, rows: IntArray, positions: IntArray, needs: NDArray[np.uint8]) -> Tensor:
@@ -114,6 +136,15 @@ class Sampler:
             logits[at] = self._counts.penalize(logits[at], table_rows, penalties)
         return logits
 
+    def _choose(
+        self, logits: Tensor, rows: IntArray, positions: IntArray, needs: NDArray[np.uint8]
+    ) -> tuple[Tensor, Tensor]:
+        """Return token ids [N] int64, 0 for bad rows, and which are bad [N]."""
+        best, token_ids = logits.max(-1)
+        is_bad = ~torch.isfinite(best)
+        self._draw(logits, token_ids, rows, positions, needs)
+        return token_ids.masked_fill_(is_bad, 0), is_bad
+
     def _draw(
         self, logits: Tensor, token_ids: Tensor, rows: IntArray, positions: IntArray, needs: NDArray[np.uint8]
     ) -> None:
@@ -122,7 +153,7 @@ class Sampler:
         if not places.size:
             return
         values = self._params.values[rows[places]]
-        uniforms = draw_uniforms(self._params.seeds[rows[places]], positions[places])
+        uniforms = advance(self._params.states[rows[places]], positions[places])
         temperature, top_k, top_p, min_p = self._upload(values[:, : Column.MIN_P + 1]).unbind(1)
         filters = Filters(
             top_k,

@@ -5,13 +5,20 @@ from torch import Tensor
 
 
 class TokenCounts:
-    """Counts of output tokens and marks of prompt tokens, [rows, V]; allocated when the first row needs them."""
+    """Counts of output tokens and marks of prompt tokens, [rows, V].
+
+    Allocated by ``reserve``, else when the first row needs them.
+    """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._shape = (num_rows, vocab_size)
         self._device = device
         self._outputs: Tensor | None = None  # int32
         self._is_in_prompt: Tensor | None = None
+
+    def reserve(self) -> int:
+        """Allocate the tables now and return their bytes, so that no row has to when memory is short."""
+        return sum(table.numel() * table.element_size() for table in self._tables())
 
     def start_row(self, row: int, prompt_ids: Tensor, output_ids: Tensor) -> None:
         """Forget what ``row`` held and count the tokens it starts with (int64 ids)."""

@@ -11,8 +11,22 @@ def draw_uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> ND
 
     Two rounds of the SplitMix64 finaliser (Steele, Lea, Flood 2014): one spreads the seed, one the position.
     """
-    state = _mix(seeds + GOLDEN) + positions.astype(np.uint64) * GOLDEN
-    return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return advance(spread_seeds(seeds), positions)
+
+
+def spread_seeds(seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the first round, which a row needs once."""
+    return _mix(seeds + GOLDEN)
+
+
+def advance(
+    states: NDArray[np.uint64], positions: NDArray[np.int64], out: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
+    """Return the second round, over what ``spread_seeds`` returned."""
+    mixed = _mix(states + positions.astype(np.uint64) * GOLDEN)
+    numbers = np.empty(mixed.shape) if out is None else out
+    np.multiply(mixed >> np.uint64(11), 2.0**-53, out=numbers)
+    return numbers
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
