@@ -31,17 +31,21 @@ def outline(
     """Return the parts with no pages but the dummy ones, for the context that is asked for, and the pages' layout."""
     shape = model.config
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
+    max_num_seqs = resolve_max_num_seqs(config.max_num_seqs, device)
+    most_tokens = max(MAX_CPU_TOKENS, max_num_seqs) if device.type == "cpu" else GPU_MAX_NUM_BATCHED_TOKENS
+    max_num_tokens = config.max_num_batched_tokens or most_tokens
     problem = AttentionProblem(
         device_type=device.type,
         dtype=dtype,
         kv_dtype=kv_dtype,
         page_size=config.page_size,
         kinds=tuple(dict.fromkeys(spec.kind for spec in model.attention_specs())),
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+        max_num_seqs=max_num_seqs,
+        max_num_tokens=max_num_tokens,
     )
     backend = resolve_backend(config.attention_backend, problem, device)
     layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_dtype, device, backend.kv_order)
-    max_num_seqs = resolve_max_num_seqs(config.max_num_seqs, device)
-    most_tokens = max(MAX_CPU_TOKENS, max_num_seqs) if device.type == "cpu" else GPU_MAX_NUM_BATCHED_TOKENS
     parts = DeviceParts(
         model=model,
         backend=backend,
@@ -50,7 +54,7 @@ def outline(
         device=device,
         max_num_seqs=max_num_seqs,
         max_model_len=wanted_model_len(config, shape.max_context_len),
-        max_num_tokens=config.max_num_batched_tokens or most_tokens,
+        max_num_tokens=max_num_tokens,
         num_pages=0,
         page_size=config.page_size,
     )

@@ -18,6 +18,11 @@ class ModelRunner(ABC):
     def limits(self) -> Limits:
         """Sizes that the scheduler plans with."""
 
+    @property
+    def num_late_compilations(self) -> int:
+        """Kernels that were compiled or loaded after ``warm_up``: each one made a step wait."""
+        return 0
+
     @abstractmethod
     def launch(self, plan: StepPlan) -> "Future[StepTokens]":
         """Enqueue ``plan`` and return at once; never waits for the device.

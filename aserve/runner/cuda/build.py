@@ -23,6 +23,7 @@ from aserve.runner.prompt_scores import PromptScores
 from aserve.runner.resolve import log_choice
 from aserve.runner.transfer import Transfer
 from aserve.runner.warm_up import dummy_plan
+from aserve.sampling.gpu.token_picker import TokenPicker
 from aserve.sampling.sampler import Sampler
 from aserve.scheduler.limits import Limits
 
@@ -55,7 +56,9 @@ class CudaAssembly:
         self._sampler = Sampler(parts.max_num_seqs + 1, shape.vocab_size, eos_token_ids, parts.device, self._upload)
         slots = UploadSlots(layout.num_words + SPARE_WORDS, parts.device, self._compute)
         self._staging = Staging(slots, layout, self._state, self._sampler)
-        self._head = Head(parts.model, self._state)
+        self._sampler.reserve()
+        picker = TokenPicker(parts.max_num_seqs, shape.vocab_size, parts.device)
+        self._head = Head(parts.model, self._state, picker)
         self._sizes = GraphSizes.choose(
             parts.backend, parts.max_num_seqs, parts.max_num_tokens, enabled=config.cuda_graphs
         )

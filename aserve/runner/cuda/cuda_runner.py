@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from aserve.errors import EngineDeadError
+from aserve.kernels.gpu.compile_count import CompileCounter
 from aserve.runner.base import ModelRunner
 from aserve.runner.cuda.body import Body
 from aserve.runner.cuda.device_state import DeviceState
@@ -56,6 +57,7 @@ class CudaRunner(ModelRunner):
         self._upload = upload
         self._compute = compute
         self._downloads = Downloads(limits.max_num_seqs + 1)
+        self._compilations = CompileCounter()
         self._waiter: Waiter | None = Waiter()
 
     @property
@@ -72,9 +74,14 @@ class CudaRunner(ModelRunner):
         self._waiter.push(PendingStep(download.done, download.report, future))
         return future
 
+    @property
+    def num_late_compilations(self) -> int:
+        return self._compilations.compilations()
+
     def warm_up(self) -> None:
         for plan in warm_up_plans(self._limits):
             self.launch(plan).result()
+        self._compilations.mark()
 
     def close(self) -> None:
         if self._waiter is None:
@@ -82,6 +89,7 @@ class CudaRunner(ModelRunner):
         waiter, self._waiter = self._waiter, None
         waiter.close()
         self._compute.synchronize()
+        self._compilations.close()
 
     def _enqueue(self, plan: StepPlan) -> Download:
         for start in plan.row_starts:

@@ -7,6 +7,7 @@ import torch
 
 from aserve.models.decoder import Decoder
 from aserve.runner.cuda.device_state import DeviceState
+from aserve.sampling.gpu.token_picker import PoolTarget, TokenPicker
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,12 @@ class CapturedHead:
 
 
 class Head:
-    """Reads ``state.sampled_hidden``; sampled tokens go to ``state.results`` and into the token pool."""
+    """Reads ``state.sampled_hidden``; sampled tokens go to ``state.token_ids`` and into the token pool."""
 
-    def __init__(self, model: Decoder, state: DeviceState) -> None:
+    def __init__(self, model: Decoder, state: DeviceState, picker: TokenPicker) -> None:
         self._model = model
         self._state = state
+        self._picker = picker
 
     def capture(self, size: int, pool: Any) -> CapturedHead:
         """Capture both graphs for ``size`` rows on the current stream."""
@@ -42,4 +44,11 @@ class Head:
     def score_and_sample(self, size: int) -> None:
         """Enqueue plain draws from these logits too."""
         self.score(size)
-        self._state.sample_plainly(size)
+        state, arrays = self._state, self._state.arrays
+        self._picker.pick_plain(
+            state.logits[:size],
+            arrays.uniforms[:size],
+            arrays.temperatures[:size],
+            state.token_ids[:size],
+            PoolTarget(state.token_pool, arrays.sampled_rows[:size], arrays.sampled_positions[:size]),
+        )

@@ -28,7 +28,7 @@ def _grown() -> Iterator[int]:
     size, step = 16, 16
     while size < 1 << 20:
         yield size
-        if size >= 8 * step:
+        if size >= 16 * step:
             step *= 2
         size += step
 

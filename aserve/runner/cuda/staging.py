@@ -42,7 +42,7 @@ class Staging:
         lens = self._filler.fill(arrays, plan, shape)
         sampled = self._filler.fill_sampled(arrays, plan, max(head_size, self._state.num_sampled(shape)))
         count = len(sampled.rows)
-        is_plain = self._sampler.are_plain(sampled.rows)
+        is_plain = self._sampler.are_plain(sampled.rows, sampled.positions)
         if is_plain:
             self._sampler.plain_inputs(
                 sampled.rows, sampled.positions, arrays.uniforms[:count], arrays.temperatures[:count]

@@ -1,0 +1,144 @@
+"""What the host writes for a padded step, over buffers that a larger step left dirty; and the kernel that reads it."""
+
+import numpy as np
+import pytest
+import torch
+
+from aserve.attention.base import CaptureShape
+from aserve.kernels.gpu.step_inputs import SequenceSpans, TokenInputs, gather_inputs, scatter
+from aserve.runner.cuda.sizes import (
+    MAX_CHUNKS,
+    decode_shape,
+    decode_sizes,
+    exact_shape,
+    fitting,
+    mixed_shape,
+    token_sizes,
+)
+from aserve.runner.cuda.step_arrays import ArrayLayout, Fields, StepFiller
+from aserve.scheduler.plan import StepPlan
+
+ROWS = 6  # rows 0 .. 5, so 6 is the dummy row
+PAGE_SIZE = 4
+DIRT = 77
+
+
+def plan_of(spans: list[tuple[int, int, int, bool]], num_decodes: int = 0) -> StepPlan:
+    """Spans are (row, computed, scheduled, is sampled)."""
+    rows, computed, scheduled, sampled = (list(column) for column in zip(*spans, strict=True))
+    return StepPlan(0, rows, computed, scheduled, sampled, num_decodes)
+
+
+def dirty_arrays() -> Fields:
+    layout = ArrayLayout(ROWS)
+    return layout.host_views(np.full(layout.num_words, DIRT, np.int32))
+
+
+MIXED = plan_of([(4, 9, 1, True), (1, 3, 1, True), (0, 0, 5, True), (2, 8, 3, False)], num_decodes=2)
+
+
+def test_a_mixed_step_keeps_decodes_and_chunks_in_their_sections() -> None:
+    arrays = dirty_arrays()
+    lens = StepFiller(ROWS).fill(arrays, MIXED, CaptureShape(num_tokens=16, num_decodes=4, num_chunks=3))
+    assert arrays.rows[:8].tolist() == [4, 1, 6, 6, 0, 2, 6, 6]
+    assert arrays.query_lens[:8].tolist() == [1, 1, 0, 0, 5, 3, 0, 16 - 10]
+    assert arrays.query_starts[[0, 1, 4, 5, 7]].tolist() == [0, 1, 2, 7, 10]
+    assert lens.key_lens.tolist() == [10, 4, 1, 1, 5, 11, 0]
+    assert lens.cu_query_lens.tolist() == [2, 7, 10, 10]
+    assert arrays.cu_chunk_lens[:4].tolist() == [2, 7, 10, 10]
+
+
+@pytest.mark.parametrize("count", range(1, ROWS + 1))
+def test_padding_decodes_have_one_key_and_no_query(count: int) -> None:
+    arrays = dirty_arrays()
+    plan = plan_of([(row, 10 + row, 1, True) for row in range(count)], count)
+    lens = StepFiller(ROWS).fill(arrays, plan, decode_shape(ROWS))
+    pad = ROWS - count
+    assert arrays.rows[: ROWS + 1].tolist() == [*range(count), *[6] * (pad + 1)]
+    assert lens.key_lens.tolist() == [*range(11, 11 + count), *[1] * pad]
+    assert arrays.query_lens[: ROWS + 1].tolist() == [1] * count + [0] * pad + [pad]
+    assert arrays.query_starts[ROWS] == count
+
+
+def test_sampled_rows_are_listed_in_plan_order_and_padded() -> None:
+    arrays = dirty_arrays()
+    rows = StepFiller(ROWS).fill_sampled(arrays, MIXED, 5)
+    assert (rows.rows.tolist(), rows.positions.tolist()) == ([4, 1, 0], [10, 4, 5])
+    assert arrays.sampled_tokens[:5].tolist() == [0, 1, 6, 0, 0]
+    assert arrays.sampled_rows[:5].tolist() == [4, 1, 0, 6, 6]
+    assert arrays.sampled_positions[:5].tolist() == [10, 4, 5, 0, 0]
+    assert arrays.temperatures[3:5].tolist() == [0, 0]
+    assert arrays.uniforms[3:5].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("shape", [CaptureShape(16, 4, 3), exact_shape(MIXED)])
+def test_the_kernel_finds_every_token_where_the_tables_say(shape: CaptureShape) -> None:
+    generator = torch.Generator().manual_seed(1)
+    pool = torch.randint(0, 1000, (ROWS + 1, 20), generator=generator, dtype=torch.int32)
+    table = torch.randperm((ROWS + 1) * 5, generator=generator).view(ROWS + 1, 5).int()
+    layout = ArrayLayout(ROWS)
+    words = np.full(layout.num_words, DIRT, np.int32)
+    StepFiller(ROWS).fill(layout.host_views(words), MIXED, shape)
+    arrays = layout.device_views(torch.from_numpy(words))
+    num_seqs = shape.num_decodes + shape.num_chunks
+    spans = SequenceSpans(
+        arrays.rows[: num_seqs + 1],
+        arrays.query_starts[: num_seqs + 1],
+        arrays.query_lens[: num_seqs + 1],
+        arrays.key_lens[:num_seqs],
+    )
+    inputs = TokenInputs(*torch.full((3, shape.num_tokens), -1))
+    gather_inputs(spans, pool, table, PAGE_SIZE, inputs)
+    expected = [(4, 9), (1, 3), *((0, i) for i in range(5)), *((2, i) for i in range(8, 11))]
+    expected += [(6, 0)] * (shape.num_tokens - len(expected))
+    assert inputs.positions.tolist() == [position for _, position in expected]
+    assert inputs.token_ids.tolist() == [int(pool[row, position]) for row, position in expected]
+    slots = [int(table[row, position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE for row, position in expected]
+    assert inputs.slot_mapping.tolist() == slots
+
+
+def test_scatter_writes_its_places_and_no_other() -> None:
+    table = torch.full((5, 100), -1, dtype=torch.int32)
+    places = torch.randperm(500)[:300].int()
+    values = torch.arange(300, dtype=torch.int32)
+    scatter(places, values, table)
+    assert torch.equal(table.view(-1)[places.long()], values)
+    assert int((table == -1).sum()) == 200
+
+
+def test_arrays_lie_apart_and_views_on_both_sides_agree() -> None:
+    layout = ArrayLayout(ROWS)
+    words = torch.zeros(layout.num_words, dtype=torch.int32)
+    host, device = layout.host_views(words.numpy()), layout.device_views(words)
+    for i, name in enumerate(Fields.__slots__):
+        getattr(host, name)[:] = i + 1
+    for i, name in enumerate(Fields.__slots__):
+        assert getattr(device, name).unique().tolist() == [i + 1], name
+        assert len(getattr(device, name)) == len(getattr(host, name))
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 5, 8, 256, 320, 1000])
+def test_every_batch_up_to_the_largest_fits_a_decode_graph(max_num_seqs: int) -> None:
+    sizes = decode_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(max_num_seqs, 512)
+    for count in range(1, sizes[-1] + 1):
+        size = fitting(sizes, count)
+        assert size is not None
+        assert count <= size <= max(2 * count, count + 8)
+    assert fitting(sizes, sizes[-1] + 1) is None
+
+
+@pytest.mark.parametrize("max_num_tokens", [1, 16, 100, 8192])
+def test_padding_of_a_mixed_step_stays_below_an_eighth(max_num_tokens: int) -> None:
+    sizes = token_sizes(max_num_tokens)
+    assert sizes[-1] == max_num_tokens
+    for count in range(1, max_num_tokens + 1):
+        size = fitting(sizes, count)
+        assert size is not None
+        assert count <= size <= max(count * 9 / 8 + 1, count + 16)
+
+
+def test_a_mixed_shape_holds_all_decodes_and_a_bounded_number_of_chunks() -> None:
+    assert mixed_shape(16, 320) == CaptureShape(16, 16, 16)
+    assert mixed_shape(8192, 320) == CaptureShape(8192, 320, MAX_CHUNKS)
