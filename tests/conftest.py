@@ -1,8 +1,14 @@
 """Fixtures shared by all tests."""
 
+import os
+
 import pytest
+import torch
 
 from aserve.model_files import ModelFiles
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; Triton reads this where they are defined
 
 
 @pytest.fixture(scope="session")

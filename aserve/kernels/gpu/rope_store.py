@@ -1,0 +1,179 @@
+"""Query-key norm, rotary embedding and the write to the KV pages in one kernel."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from aserve.kernels.gpu.launch import FLOATS, launch_options
+from aserve.kernels.operators import HeadLayout, HeadNorms, KVTarget
+
+BLOCK_HEADS = 8
+PAGE_DTYPES = (*FLOATS, torch.float8_e4m3fn)
+
+
+def can_store(
+    qkv: Tensor,
+    heads: HeadLayout,
+    norms: HeadNorms | None,
+    cos_sin: Tensor,
+    positions: Tensor,
+    target: KVTarget,
+) -> bool:
+    """Whether ``rope_store`` serves these, given that kernels serve ``qkv``."""
+    key, value = target.key, target.value
+    return (
+        heads.head_dim % 2 == 0
+        and key.dtype == value.dtype
+        and key.dtype in PAGE_DTYPES
+        and key.shape == value.shape
+        and key.stride() == value.stride()
+        and key.stride(3) == 1
+        and cos_sin.dtype == torch.float32
+        and all(tensor.is_contiguous() for tensor in (cos_sin, positions, target.slot_mapping))
+        and (norms is None or norms.query.dtype == norms.key.dtype == qkv.dtype)
+    )
+
+
+def rope_store(
+    qkv: Tensor,
+    heads: HeadLayout,
+    norms: HeadNorms | None,
+    cos_sin: Tensor,
+    positions: Tensor,
+    target: KVTarget,
+    overlap: bool,
+) -> Tensor:
+    """Return the rotated queries [T, H, D], in memory of their own; see ``Operators.rope_store``."""
+    num_tokens, head_dim = len(qkv), heads.head_dim
+    queries = torch.empty(num_tokens, heads.num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if num_tokens == 0:
+        return queries
+    half_block = triton.next_power_of_2(head_dim // 2)
+    num_blocks = triton.cdiv(heads.num_heads + 2 * heads.num_kv_heads, BLOCK_HEADS)
+    page_stride, slot_stride, head_stride, _ = target.key.stride()
+    _rope_store[(num_tokens, num_blocks)](
+        qkv,
+        queries,
+        None if norms is None else norms.query,
+        None if norms is None else norms.key,
+        cos_sin,
+        positions,
+        target.key,
+        target.value,
+        target.slot_mapping,
+        0.0 if norms is None else norms.eps,
+        target.key_scale,
+        target.value_scale,
+        heads.num_heads,
+        heads.num_kv_heads,
+        head_dim,
+        target.key.shape[1],
+        page_stride,
+        slot_stride,
+        head_stride,
+        target.key.dtype.itemsize == 1,
+        BLOCK_HEADS,
+        half_block,
+        overlap,
+        num_warps=max(BLOCK_HEADS * half_block // 256, 1),
+        **launch_options(overlap),
+    )
+    return queries
+
+
+@triton.jit
+def _convert(values, scale: float, DTYPE: tl.constexpr, IS_SCALED: tl.constexpr):
+    """Convert to the dtype of the pages; 8-bit floats are scaled and saturate."""
+    if IS_SCALED:
+        values = tl.div_rn(values.to(tl.float32), tl.zeros_like(values).to(tl.float32) + scale)
+        values = tl.minimum(tl.maximum(values, -448.0), 448.0)
+    return values.to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["positions", "slot_mapping"])
+def _rope_store(
+    qkv,
+    queries,
+    query_gain,
+    key_gain,
+    cos_sin,
+    positions,
+    key_pages,
+    value_pages,
+    slot_mapping,
+    eps: float,
+    key_scale: float,
+    value_scale: float,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """A program takes some heads of a token, whatever their kinds; each head is held as its two halves.
+
+    Rounds to the activations' dtype where the reference does: after the norm, its gain and the rotation.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    ROW: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    channel = tl.arange(0, HALF_BLOCK)
+    in_half = channel < HALF
+    is_query = head < NUM_HEADS
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_half[None, :]
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    source = qkv + token * ROW + head[:, None] * HEAD_DIM + channel[None, :]
+    first_raw = tl.load(source, mask=inside, other=0.0)
+    second_raw = tl.load(source + HALF, mask=inside, other=0.0)
+    dtype = first_raw.dtype
+    first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
+
+    if query_gain is not None:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        gain_first = _pick_gain(query_gain, key_gain, is_query, channel, in_half)
+        gain_second = _pick_gain(query_gain, key_gain, is_query, channel + HALF, in_half)
+        first = (gain_first * (first * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        second = (gain_second * (second * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+
+    angles = cos_sin + tl.load(positions + token) * HEAD_DIM + channel
+    cos = tl.load(angles, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(angles + HALF, mask=in_half, other=0.0)[None, :]
+    first_rotated = (first * cos - second * sin).to(dtype)
+    second_rotated = (second * cos + first * sin).to(dtype)
+
+    to_query = queries + token * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + channel[None, :]
+    tl.store(to_query, first_rotated, mask=inside & is_query[:, None])
+    tl.store(to_query + HALF, second_rotated, mask=inside & is_query[:, None])
+
+    slot = tl.load(slot_mapping + token)
+    place = (slot // PAGE_SIZE) * PAGE_STRIDE + (slot % PAGE_SIZE) * SLOT_STRIDE  # 64 bits: pools exceed 2^31 values
+    stored: tl.constexpr = key_pages.dtype.element_ty
+    is_key = inside & ((head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS))[:, None]
+    to_key = key_pages + place + (head - NUM_HEADS)[:, None] * HEAD_STRIDE + channel[None, :]
+    tl.store(to_key, _convert(first_rotated, key_scale, stored, IS_SCALED), mask=is_key)
+    tl.store(to_key + HALF, _convert(second_rotated, key_scale, stored, IS_SCALED), mask=is_key)
+    to_value = value_pages + place + (head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_STRIDE + channel[None, :]
+    is_value_inside = inside & is_value[:, None]
+    tl.store(to_value, _convert(first_raw, value_scale, stored, IS_SCALED), mask=is_value_inside)
+    tl.store(to_value + HALF, _convert(second_raw, value_scale, stored, IS_SCALED), mask=is_value_inside)
+
+
+@triton.jit
+def _pick_gain(query_gain, key_gain, is_query, channel, inside):
+    """Return the gains [heads, channels] in float32, of the query norm or of the key norm."""
+    query = tl.load(query_gain + channel, mask=inside, other=0.0).to(tl.float32)
+    key = tl.load(key_gain + channel, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_query[:, None], query[None, :], key[None, :])
