@@ -279,6 +279,7 @@ class AsyncEngine:
             num_waiting=scheduler.num_waiting,
             num_aborts=self.metrics.num_aborts,
             num_steps=self.metrics.num_steps,
+            num_late_compilations=self._loaded().runner.num_late_compilations,
             scheduler=scheduler,
         )
 

@@ -16,6 +16,7 @@ class EngineStats:
     num_waiting: int
     num_aborts: int  # requests ended by their client or at shutdown, since the start
     num_steps: int
+    num_late_compilations: int  # kernels made ready after the start, each of which made a step wait
     scheduler: SchedulerStats
 
     def gauges(self) -> dict[str, float]:
@@ -32,4 +33,5 @@ class EngineStats:
             "prefix_cache_hits_total": pages.num_prefix_tokens_hit,
             "prefix_cache_hit_ratio": pages.num_prefix_tokens_hit / max(1, pages.num_prefix_tokens_queried),
             "num_preemptions_total": pages.num_preemptions,
+            "late_compilations_total": self.num_late_compilations,
         }
