@@ -1,12 +1,22 @@
-"""A paged pool with poison around it, and dense attention in float64 to compare with; knows no backend."""
+"""A paged pool with poison around it, and dense attention in float64 to compare with."""
 
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from aserve.attention.base import AttentionBatch, AttentionKind, AttentionProblem, AttentionSpec, LayerKV
+from aserve.attention.base import (
+    AttentionBatch,
+    AttentionKind,
+    AttentionProblem,
+    AttentionSpec,
+    CaptureShape,
+    LayerKV,
+    StepLens,
+    StepTables,
+)
 from aserve.attention.torch_backend import TorchBackend
 
 
@@ -44,68 +54,127 @@ def make_case(
     *,
     page_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
+    num_pages: int | None = None,
     seed: int = 0,
     device: str = "cpu",
 ) -> PagedCase:
-    """Scatter random keys over shuffled pages; table entries past a sequence's own name a page full of NaN."""
-    generator = torch.Generator().manual_seed(seed)
+    """Scatter random keys over shuffled pages; table entries past a sequence's own name a page full of NaN.
+
+    With ``num_pages`` the pool has so many and the case takes the highest. ``scales`` are those of keys and values.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    kv_dtype = kv_dtype or dtype
     counts = [-(-key_len // page_size) for key_len in key_lens]
-    num_pages = sum(counts) + 3
-    numbers = torch.randperm(num_pages, generator=generator).tolist()
-    poison = numbers.pop()
-    width = max(counts)
-    page_table = torch.full((len(key_lens), width), poison, dtype=torch.int32)
-    shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-    key_pages, value_pages = torch.full(shape, math.nan, dtype=dtype), torch.full(shape, math.nan, dtype=dtype)
-    keys, values = [], []
+    used = sum(counts) + 3
+    pool_size = num_pages or used
+    numbers = pool_size - used + torch.randperm(used, generator=generator, device=device)
+    poison, numbers = numbers[-1], numbers[:-1]
+    page_table = poison.expand(len(key_lens), max(counts)).to(torch.int32, copy=True)
+    shape = (pool_size, page_size, spec.num_kv_heads, spec.head_dim)
+    pools = [torch.full(shape, math.nan, dtype=dtype, device=device).to(kv_dtype) for _ in range(2)]
+    dense: tuple[list[Tensor], list[Tensor]] = ([], [])
+    first = 0
     for i, key_len in enumerate(key_lens):
-        pages = [numbers.pop() for _ in range(counts[i])]
-        page_table[i, : counts[i]] = torch.tensor(pages)
-        dense = torch.randn(2, key_len, spec.num_kv_heads, spec.head_dim, generator=generator).to(dtype)
-        keys.append(dense[0])
-        values.append(dense[1])
-        for position in range(key_len):
-            page, offset = pages[position // page_size], position % page_size
-            key_pages[page, offset], value_pages[page, offset] = dense[0, position], dense[1, position]
-    q = torch.randn(sum(query_lens), spec.num_heads, spec.head_dim, generator=generator).to(dtype)
-    prefix = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        pages = numbers[first : first + counts[i]]
+        first += counts[i]
+        page_table[i, : counts[i]] = pages
+        for pool, scale, tensors in zip(pools, scales, dense, strict=True):
+            values = torch.randn(key_len, *shape[2:], generator=generator, device=device)
+            stored = (values / scale).to(kv_dtype)
+            padded = torch.full((counts[i] * page_size, *shape[2:]), math.nan, device=device).to(kv_dtype)
+            padded[:key_len] = stored
+            pool[pages] = padded.view(-1, *shape[1:])
+            tensors.append(stored.to(dtype) * scale)
+    q = torch.randn(sum(query_lens), spec.num_heads, spec.head_dim, generator=generator, device=device).to(dtype)
     batch = AttentionBatch(
         query_lens=query_lens,
         key_lens=key_lens,
         num_decodes=num_decodes,
-        cu_query_lens=prefix.to(device),
+        cu_query_lens=prefix_sum(query_lens).to(device),
         key_lens_device=torch.tensor(key_lens, dtype=torch.int32, device=device),
-        page_table=page_table.to(device),
+        page_table=page_table,
         page_size=page_size,
-        cu_key_lens=torch.tensor([0, *key_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device),
+        cu_key_lens=prefix_sum(key_lens).to(device),
     )
-    return PagedCase(batch, LayerKV(key_pages.to(device), value_pages.to(device)), q.to(device), keys, values)
+    return PagedCase(batch, LayerKV(*pools, *scales), q, *dense)
+
+
+def prefix_sum(lens: list[int]) -> Tensor:
+    return torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def dense_attention(case: PagedCase, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Return output [T, H, D] and natural LSE [T, H], one query and one head at a time, in float64."""
-    group = spec.num_heads // spec.num_kv_heads
-    queries = case.q.double().cpu()
+    """Return output [T, H, D] and natural LSE [T, H] on the CPU, from dense keys, computed in float64."""
     outputs, lses = [], []
-    token = 0
-    for query_len, key_len, keys, values in zip(
-        case.batch.query_lens, case.batch.key_lens, case.keys, case.values, strict=True
-    ):
-        keys, values = keys.double(), values.double()
-        for position in range(key_len - query_len, key_len):
-            first = 0 if spec.sliding_window is None else max(0, position + 1 - spec.sliding_window)
-            row, row_lse = [], []
-            for head in range(spec.num_heads):
-                seen = slice(first, position + 1)
-                scores = keys[seen, head // group] @ queries[token, head] * spec.scale
-                if spec.softcap is not None:
-                    scores = spec.softcap * torch.tanh(scores / spec.softcap)
-                total = scores.exp().sum()
-                if spec.sinks is not None:
-                    total = total + spec.sinks[head].double().exp().cpu()
-                row.append((scores.exp() / total) @ values[seen, head // group])
-                row_lse.append(total.log())
-            outputs.append(torch.stack(row))
-            lses.append(torch.stack(row_lse))
-            token += 1
-    return torch.stack(outputs), torch.stack(lses)
+    batch, start = case.batch, 0
+    for query_len, key_len, keys, values in zip(batch.query_lens, batch.key_lens, case.keys, case.values, strict=True):
+        for first in range(0, query_len, 256):
+            stop = min(first + 256, query_len)
+            positions = torch.arange(key_len - query_len + first, key_len - query_len + stop, device=keys.device)
+            output, lse = _attend_densely(case.q[start + first : start + stop], keys, values, positions, spec)
+            outputs.append(output.cpu())
+            lses.append(lse.cpu())
+        start += query_len
+    return torch.cat(outputs), torch.cat(lses)
+
+
+def _attend_densely(
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    group = spec.num_heads // spec.num_kv_heads
+    keys, values = (tensor.double().repeat_interleave(group, dim=1) for tensor in (keys, values))  # [L, H, D]
+    scores = torch.einsum("qhd,khd->hqk", queries.double(), keys) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    distance = positions.view(-1, 1) - torch.arange(len(keys), device=keys.device)  # of a key before a query
+    is_seen = distance >= 0 if spec.sliding_window is None else (distance >= 0) & (distance < spec.sliding_window)
+    total = (scores.exp() * is_seen).sum(-1)  # [H, Q]
+    if spec.sinks is not None:
+        total = total + spec.sinks.double().exp().view(-1, 1)
+    output = torch.einsum("hqk,khd->qhd", scores.exp() * is_seen / total.unsqueeze(-1), values)
+    return output, total.log().T
+
+
+@dataclass
+class CapturedCase:
+    """The tables that a captured forward reads, with room for ``shape``, and what the runner would write to them."""
+
+    shape: CaptureShape
+    tables: StepTables
+
+    @classmethod
+    def make(cls, shape: CaptureShape, width: int, page_size: int, device: str = "cpu") -> "CapturedCase":
+        num_seqs = shape.num_decodes + shape.num_chunks
+
+        def dirt(*size: int) -> Tensor:
+            return torch.full(size, 7, dtype=torch.int32, device=device)
+
+        tables = StepTables(
+            dirt(num_seqs + 1, width), dirt(num_seqs), dirt(num_seqs), dirt(shape.num_chunks + 1), page_size
+        )
+        return cls(shape, tables)
+
+    def fill(self, case: PagedCase, dummy_page: int) -> StepLens:
+        """Write the tables for the step of ``case``, whose rows stand in the table in reverse."""
+        batch, tables, shape = case.batch, self.tables, self.shape
+        num_decodes, num_seqs = batch.num_decodes, len(batch.key_lens)
+        dummy_row, num_chunks = len(tables.page_table) - 1, num_seqs - num_decodes
+        assert num_decodes <= shape.num_decodes
+        assert num_chunks <= shape.num_chunks
+        assert sum(batch.query_lens) <= shape.num_tokens
+        tables.page_table.fill_(dummy_page)
+        places = torch.arange(dummy_row - 1, dummy_row - 1 - num_seqs, -1, device=tables.rows.device)
+        tables.page_table[places, : batch.page_table.shape[1]] = batch.page_table
+        rows = torch.full((shape.num_decodes + shape.num_chunks,), dummy_row, dtype=torch.int32)
+        key_lens = np.array([1] * shape.num_decodes + [0] * shape.num_chunks, np.int32)
+        places = places.cpu()
+        for first, count, start in ((0, num_decodes, 0), (shape.num_decodes, num_chunks, num_decodes)):
+            rows[first : first + count] = places[start : start + count]
+            key_lens[first : first + count] = batch.key_lens[start : start + count]
+        starts = num_decodes + prefix_sum(batch.query_lens[num_decodes:] + [0] * (shape.num_chunks - num_chunks))
+        tables.rows.copy_(rows)
+        tables.key_lens.copy_(torch.from_numpy(key_lens))
+        tables.cu_query_lens.copy_(starts)
+        return StepLens(key_lens, starts.numpy())

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 LseBase = Literal["e", "2"]
+Phase = Literal["prefill", "decode"]  # chunks of prompts, or one token of each sequence
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
 KVOrder = Literal["NHD", "HND"]  # what follows what in a page's memory: token, head, element or head, token, element
 
 
@@ -136,13 +138,17 @@ class AttentionProblem:
     kv_dtype: torch.dtype  # of keys and values in the pool
     page_size: int
     kinds: tuple[AttentionKind, ...]  # of the model's layers, each once
+    capability: tuple[int, int] = (0, 0)  # of a CUDA device: (9, 0) is Hopper
+    max_num_seqs: int = 320  # of one step
+    max_num_tokens: int = 8192  # of one step
 
 
 class AttentionBackend(ABC):
     """Stateless between steps except for its own workspaces; keeps no reference to a batch after the step.
 
-    It is built once for a problem that it does not refuse, and may allocate on ``device`` what every step needs and
-    plan a step for each of the problem's kinds; ``forward`` finds its plan by ``spec.kind``.
+    It is built once for a problem that it does not refuse in the ``phases`` that it is to serve, and may allocate on
+    ``device`` what every step needs and plan a step for each of the problem's kinds; ``forward`` finds its plan by
+    ``spec.kind``.
     """
 
     name: str
@@ -150,14 +156,20 @@ class AttentionBackend(ABC):
     kv_order: KVOrder = "NHD"  # the pool is allocated so
     offset_bits: int = 64  # width of element offsets into one layer's pages; checked against the pool's size
 
-    def __init__(self, problem: AttentionProblem, device: torch.device) -> None:
+    def __init__(self, problem: AttentionProblem, device: torch.device, phases: tuple[Phase, ...] = PHASES) -> None:
         self.problem = problem
         self.device = device
+        self.phases = phases
 
     @classmethod
-    def refuse(cls, problem: AttentionProblem) -> str | None:
-        """Say why this backend cannot serve ``problem``, or None if it can."""
+    def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
+        """Say why this backend cannot serve ``phase`` of ``problem``, or None if it can."""
         return None
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory taken so far for this backend's own use; captures may add to it."""
+        return 0
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> Any:

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from aserve.attention.base import (
+    PHASES,
     AttentionBackend,
     AttentionBatch,
     AttentionProblem,
     AttentionSpec,
     LayerKV,
     LseBase,
+    Phase,
     dtype_name,
 )
 from aserve.kernels.cpu.bindings import AttentionArguments, CpuKernels, cpu_kernels
@@ -38,12 +40,19 @@ class CpuBackend(AttentionBackend):
     name = "cpu"
     lse_base: LseBase = "e"
 
-    def __init__(self, problem: AttentionProblem, device: torch.device, kernels: CpuKernels | None = None) -> None:
-        super().__init__(problem, device)
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        device: torch.device,
+        phases: tuple[Phase, ...] = PHASES,
+        *,
+        kernels: CpuKernels | None = None,
+    ) -> None:
+        super().__init__(problem, device, phases)
         self._kernels = kernels or cpu_kernels()
 
     @classmethod
-    def refuse(cls, problem: AttentionProblem) -> str | None:
+    def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
         if problem.device_type != "cpu":
             return f"it runs on a CPU only, not on {problem.device_type}"
         if (head_dim := max(kind.head_dim for kind in problem.kinds)) > MAX_HEAD_DIM:

@@ -1,10 +1,12 @@
 """The table of attention backends, and how a setting becomes one of them."""
 
 import logging
+from dataclasses import replace
 
 import torch
 
-from aserve.attention.base import AttentionBackend, AttentionProblem
+from aserve.attention import installed
+from aserve.attention.base import PHASES, AttentionBackend, AttentionProblem, Phase
 from aserve.attention.hybrid import HybridBackend
 from aserve.errors import ConfigError
 from aserve.kernels.cpu import library
@@ -18,46 +20,102 @@ BACKENDS: Registry[type[AttentionBackend]] = Registry(
     {
         "torch": Entry("aserve.attention.torch_backend:TorchBackend"),
         "cpu": Entry("aserve.attention.cpu_backend:CpuBackend", library.refusal),
+        "fi": Entry("aserve.attention.flash_infer_backend:FlashInferBackend", installed.flash_infer_refusal),
     },
 )
 
-PREFERENCES = {"cpu": ("cpu", "torch"), "cuda": ("torch",)}  # device type -> names that "auto" tries, best first
+PREFERENCES = {  # what "auto" tries, best first, by the device's type or, on CUDA, by its compute capability
+    "cpu": ("cpu", "torch"),
+    "cuda": ("fi", "torch"),
+    "cuda 9.0": ("fa,fi", "fi", "torch"),
+    "cuda 10.0": ("trtllm", "fi", "torch"),
+    "cuda 10.3": ("trtllm", "fi", "torch"),
+}
+PAGE_SIZES = (16, 32, 64, 128, 256)  # tried in this order if the size is free
 
 
-def resolve_backend(setting: str, problem: AttentionProblem, device: torch.device) -> AttentionBackend:
+def resolve_backend(
+    setting: str, problem: AttentionProblem, device: torch.device, *, may_change_page_size: bool = False
+) -> AttentionBackend:
     """Return the backend that ``setting`` names, built for ``problem``: "auto", a name, or "prefill,decode".
 
-    Raises ConfigError if a name is unknown, refused on this machine, or does not fit ``problem``, and for two backends
-    that do not fit each other.
+    With ``may_change_page_size`` a backend that cannot use the problem's page size gets another, with a warning; look
+    at ``backend.problem``. Raises ConfigError if a name is unknown, refused on this machine, or does not fit
+    ``problem``, and for two backends that do not fit each other.
     """
     if setting == "auto":
         return _choose(problem, device)
+    names = _split(setting)
+    if not may_change_page_size:
+        return _build(names, problem, device)
+    refusals = []
+    for page_size in dict.fromkeys((problem.page_size, *PAGE_SIZES)):
+        candidate = replace(problem, page_size=page_size)
+        if refusal := _refuse(names, candidate):
+            refusals.append(refusal)
+            continue
+        if refusals:
+            logger.warning("page_size=%d instead of %d (%s)", page_size, problem.page_size, refusals[0])
+        return _build(names, candidate if refusals else problem, device)
+    raise ConfigError(refusals[0])
+
+
+def _split(setting: str) -> list[str]:
     names = [name.strip() for name in setting.split(",")]
     if len(names) > 2 or not all(names):
         raise ConfigError(f"attention backend {setting!r}: write one name, or 'prefill,decode' with exactly one comma")
     if len(names) == 2 and names[0] == names[1]:
         logger.warning("attention backend %r names %s twice; it is used alone", setting, names[0])
         names.pop()
-    backends = [_load(name, problem, device) for name in names]
+    return names
+
+
+def _parts(names: list[str]) -> list[tuple[str, tuple[Phase, ...]]]:
+    """Return what each of one or two names has to serve."""
+    return [(names[0], PHASES)] if len(names) == 1 else list(zip(names, (("prefill",), ("decode",)), strict=True))
+
+
+def _refuse(names: list[str], problem: AttentionProblem) -> str | None:
+    """Say why the backends of ``names`` cannot serve ``problem``. Raises ConfigError for names of no use here."""
+    for name, phases in _parts(names):
+        backend = BACKENDS.load(name)
+        refusals = {phase: reason for phase in phases if (reason := backend.refuse(problem, phase))}
+        if refusals:
+            (phase, reason), *_ = refusals.items()
+            is_partial = len(refusals) < len(phases)
+            where = f" for {phase}; name another for that, as in 'prefill,decode'" if is_partial else ""
+            return f"attention backend {name!r} cannot serve this model{where}: {reason}"
+    return None
+
+
+def _build(names: list[str], problem: AttentionProblem, device: torch.device) -> AttentionBackend:
+    if refusal := _refuse(names, problem):
+        raise ConfigError(refusal)
+    backends = [BACKENDS.load(name)(problem, device, phases) for name, phases in _parts(names)]
     return backends[0] if len(backends) == 1 else HybridBackend(*backends)
-
-
-def _load(name: str, problem: AttentionProblem, device: torch.device) -> AttentionBackend:
-    backend = BACKENDS.load(name)
-    if reason := backend.refuse(problem):
-        raise ConfigError(f"attention backend {name!r} cannot serve this model: {reason}")
-    return backend(problem, device)
 
 
 def _choose(problem: AttentionProblem, device: torch.device) -> AttentionBackend:
     refused = []
-    for name in PREFERENCES[problem.device_type]:
+    for setting in preferences(problem):
         try:
-            backend = _load(name, problem, device)
+            backend = _build(_split(setting), problem, device)
         except ConfigError as error:
             refused.append(str(error))
             continue
-        reason = "; ".join(refused) or f"first choice on {problem.device_type}"
-        logger.info("attention_backend=%s (%s)", name, reason)
+        reason = "; ".join(refused) or f"first choice on {_describe(problem)}"
+        logger.info("attention_backend=%s (%s)", setting, reason)
         return backend
     raise ConfigError(f"no attention backend can be used: {'; '.join(refused)}")
+
+
+def preferences(problem: AttentionProblem) -> tuple[str, ...]:
+    """Return what "auto" tries for ``problem``, best first."""
+    return PREFERENCES.get(_describe(problem), PREFERENCES[problem.device_type])
+
+
+def _describe(problem: AttentionProblem) -> str:
+    """'cpu', or 'cuda 9.0' for Hopper."""
+    if problem.device_type == "cpu":
+        return "cpu"
+    return f"{problem.device_type} {problem.capability[0]}.{problem.capability[1]}"

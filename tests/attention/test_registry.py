@@ -7,7 +7,7 @@ import torch
 from doubles_attention import make_problem
 
 from aserve.attention import registry
-from aserve.attention.base import AttentionKind, AttentionProblem, AttentionSpec, KVOrder
+from aserve.attention.base import AttentionKind, AttentionProblem, AttentionSpec, KVOrder, Phase
 from aserve.attention.hybrid import HybridBackend
 from aserve.attention.registry import BACKENDS, resolve_backend
 from aserve.attention.torch_backend import TorchBackend
@@ -22,7 +22,7 @@ class PickyBackend(TorchBackend):
     name = "picky"
 
     @classmethod
-    def refuse(cls, problem: AttentionProblem) -> str | None:
+    def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
         (head_dim,) = {kind.head_dim for kind in problem.kinds}
         return None if head_dim == 128 else f"it needs head_dim 128, not {head_dim}"
 

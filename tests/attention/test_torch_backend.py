@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 import torch
-from doubles_attention import PagedCase, dense_attention, make_case, make_spec, torch_backend
+from doubles_attention import CapturedCase, PagedCase, dense_attention, make_case, make_spec, torch_backend
 
-from aserve.attention.base import AttentionSpec
+from aserve.attention.base import AttentionSpec, CaptureShape
 
 LENGTHS = [1, 15, 16, 17, 257]
 
@@ -117,44 +117,60 @@ def test_one_key_has_its_score_as_lse() -> None:
 
 
 def test_replay_uses_the_captured_buffers_and_overwrites_all_of_them() -> None:
-    """The plan stands in for a graph: it was captured for other sequences, and a larger replay left it dirty."""
+    """The plan stands in for a graph: a larger replay left it dirty, and batches smaller than it are padded."""
     spec = make_spec(6, 2, 64, sliding_window=100)
     backend = torch_backend()
-    capacity = make_case(spec, [1] * 4, [128] * 4, 4, seed=1)
-    plan = backend.prepare_capture(capacity.batch)
-    addresses = [tensor.data_ptr() for group in plan.groups for tensor in (group.page_table, group.key_lens)]
-    for seed, key_lens in enumerate(([128, 120, 1, 77], [1, 1, 1, 1], [17, 3, 128, 64], [5, 16, 2, 1])):
-        case = make_case(spec, [1] * 4, list(key_lens), 4, seed=seed)
-        assert case.batch.page_table.shape[1] <= plan.groups[0].page_table.shape[1]
-        backend.prepare_replay(plan, case.batch)
-        output, lse = backend.forward(case.q, case.layer_kv, plan, spec, return_lse=True)
+    captured = CapturedCase.make(CaptureShape(4, 4, 0), 8, 16)
+    plan = backend.prepare_capture(captured.shape, captured.tables)
+    tensors = [tensor for group in plan.groups for tensor in (group.page_table, group.key_lens)]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    for seed, key_lens in enumerate(([128, 120, 1, 77], [1, 1, 1, 1], [17, 3, 128, 64], [5, 16], [40])):
+        num_decodes = len(key_lens)
+        case = make_case(spec, [1] * num_decodes, list(key_lens), num_decodes, seed=seed)
+        backend.prepare_replay(plan, captured.fill(case, dummy_page=int(case.batch.page_table[0, 0])))
+        backend.convert(plan)
+        q = torch.cat((case.q, torch.zeros(4 - num_decodes, 6, 64)))
+        output, lse = backend.forward(q, case.layer_kv, plan, spec, return_lse=True)
         expected, expected_lse = dense_attention(case, spec)
-        torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(output[:num_decodes].double(), expected, rtol=2e-5, atol=2e-5)
+        assert output.isfinite().all()
         assert lse is not None
-        torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(lse[:num_decodes].double(), expected_lse, rtol=2e-5, atol=2e-5)
     assert addresses == [tensor.data_ptr() for group in plan.groups for tensor in (group.page_table, group.key_lens)]
 
 
-def test_a_captured_plan_keeps_nothing_of_the_batch_it_was_captured_with() -> None:
+def test_a_captured_plan_keeps_nothing_of_the_tables_at_capture() -> None:
     spec = make_spec(1, 1, 64)
     backend = torch_backend()
+    captured = CapturedCase.make(CaptureShape(2, 2, 0), 2, 16)
+    captured.fill(make_case(spec, [1, 1], [30, 32], 2, seed=1), 0)
+    plan = backend.prepare_capture(captured.shape, captured.tables)
+    backend.convert(plan)
     case = make_case(spec, [1, 1], [32, 20], 2)
-    plan = backend.prepare_capture(case.batch)
-    case.batch.page_table.fill_(10_000)
-    case.batch.key_lens_device.fill_(10_000)
+    captured.fill(case, 0)
+    backend.convert(plan)
     output, _ = backend.forward(case.q, case.layer_kv, plan, spec)
     torch.testing.assert_close(output.double(), dense_attention(case, spec)[0], rtol=2e-5, atol=2e-5)
 
 
-def test_only_decodes_are_captured_and_only_at_their_size() -> None:
-    spec = make_spec(1, 1, 64)
+def test_only_decodes_are_captured() -> None:
     backend = torch_backend()
-    assert backend.supports_capture
+    assert backend.captures_decodes
+    assert not backend.captures_chunks
+    captured = CapturedCase.make(CaptureShape(4, 1, 1), 1, 16)
     with pytest.raises(ValueError, match="only batches of decodes"):
-        backend.prepare_capture(make_case(spec, [1, 2], [4, 4], 1).batch)
-    plan = backend.prepare_capture(make_case(spec, [1, 1], [4, 4], 2).batch)
-    with pytest.raises(ValueError, match="captured 2 decodes, replaying 1"):
-        backend.prepare_replay(plan, make_case(spec, [1], [4], 1).batch)
+        backend.prepare_capture(captured.shape, captured.tables)
+
+
+def test_output_goes_where_it_is_wanted_and_other_rows_stay() -> None:
+    spec = make_spec(2, 1, 64)
+    case = make_case(spec, [1, 5], [9, 12], 1)
+    backend = torch_backend()
+    out = torch.full((8, 2, 64), 7.0)
+    output, _ = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, out=out[:6])
+    assert output.data_ptr() == out.data_ptr()
+    torch.testing.assert_close(out[:6].double(), dense_attention(case, spec)[0], rtol=2e-5, atol=2e-5)
+    assert bool((out[6:] == 7.0).all())
 
 
 @pytest.mark.full

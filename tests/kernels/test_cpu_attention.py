@@ -17,7 +17,7 @@ pytestmark = pytest.mark.parametrize("variant", variants())
 
 
 def make_backend(variant: str) -> CpuBackend:
-    return CpuBackend(make_problem(), torch.device("cpu"), load_variant(variant))
+    return CpuBackend(make_problem(), torch.device("cpu"), kernels=load_variant(variant))
 
 
 def check(variant: str, case: PagedCase, spec: AttentionSpec, tolerance: float = 2e-5) -> None:
@@ -154,7 +154,7 @@ def test_rows_of_query_length_zero_are_passed_over(variant: str) -> None:
 
 def test_what_it_cannot_serve_is_refused_by_name(variant: str) -> None:
     del variant  # decided before anything is compiled
-    assert CpuBackend.refuse(make_problem()) is None
-    assert "CPU only" in str(CpuBackend.refuse(make_problem("cuda")))
-    assert "head_dim 512" in str(CpuBackend.refuse(make_problem(head_dim=512)))
-    assert "float64" in str(CpuBackend.refuse(make_problem(dtype=torch.float64)))
+    assert CpuBackend.refuse(make_problem(), "decode") is None
+    assert "CPU only" in str(CpuBackend.refuse(make_problem("cuda"), "decode"))
+    assert "head_dim 512" in str(CpuBackend.refuse(make_problem(head_dim=512), "decode"))
+    assert "float64" in str(CpuBackend.refuse(make_problem(dtype=torch.float64), "decode"))
