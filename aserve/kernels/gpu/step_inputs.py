@@ -82,22 +82,22 @@ def _gather_inputs(
 ):
     seq = tl.program_id(0)
     num_tokens = tl.load(lens + seq)
-    block = tl.program_id(1)
     is_padding = seq == tl.num_programs(0) - 1
-    if num_tokens > block * BLOCK:
-        row = tl.load(rows + seq).to(tl.int64)
-        start = tl.load(starts + seq)
-        first = tl.load(key_lens + seq, mask=not is_padding, other=0) - num_tokens
-        for base in range(block * BLOCK, num_tokens, tl.num_programs(1) * BLOCK):
-            offsets = base + tl.arange(0, BLOCK)
-            is_token = offsets < num_tokens
-            position = tl.where(is_padding, 0, first + offsets)
-            token_id = tl.load(token_pool + row * pool_stride + position, mask=is_token)
-            page = tl.load(page_table + row * table_stride + position // page_size, mask=is_token)
-            slot = page.to(tl.int64) * page_size + position % page_size
-            tl.store(token_ids + start + offsets, token_id.to(tl.int64), mask=is_token)
-            tl.store(positions + start + offsets, position.to(tl.int64), mask=is_token)
-            tl.store(slot_mapping + start + offsets, slot, mask=is_token)
+    row = tl.load(rows + seq).to(tl.int64)
+    start = tl.load(starts + seq)
+    first = tl.load(key_lens + seq, mask=not is_padding, other=0) - num_tokens
+    base = tl.program_id(1) * BLOCK
+    while base < num_tokens:
+        offsets = base + tl.arange(0, BLOCK)
+        is_token = offsets < num_tokens
+        position = tl.where(is_padding, 0, first + offsets)
+        token_id = tl.load(token_pool + row * pool_stride + position, mask=is_token)
+        page = tl.load(page_table + row * table_stride + position // page_size, mask=is_token)
+        slot = page.to(tl.int64) * page_size + position % page_size
+        tl.store(token_ids + start + offsets, token_id.to(tl.int64), mask=is_token)
+        tl.store(positions + start + offsets, position.to(tl.int64), mask=is_token)
+        tl.store(slot_mapping + start + offsets, slot, mask=is_token)
+        base += tl.num_programs(1) * BLOCK
 
 
 @triton.jit(do_not_specialize=["num_values"])
