@@ -97,11 +97,12 @@ def _fill_page_lists(
     seq, block = tl.program_id(0), tl.program_id(1)
     num_pages = (tl.load(key_lens + seq) + PAGE_SIZE - 1) // PAGE_SIZE
     if block * BLOCK < num_pages or block == 0:
-        start = 0
-        for base in range(0, seq, SEQ_BLOCK):
+        start, base = 0, 0
+        while base < seq:
             earlier = base + tl.arange(0, SEQ_BLOCK)
             earlier_lens = tl.load(key_lens + earlier, mask=earlier < seq, other=0)
             start += tl.sum((earlier_lens + PAGE_SIZE - 1) // PAGE_SIZE)
+            base += SEQ_BLOCK
         places = block * BLOCK + tl.arange(0, BLOCK)
         is_page = places < num_pages
         row = tl.load(rows + seq).to(tl.int64)
