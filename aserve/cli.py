@@ -6,18 +6,16 @@ Modules of subcommands are imported when they run, so that ``--help`` and errors
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from aserve import __version__
-from aserve.config import Config, load_config, setting_fields
+from aserve.bench.flags import add_bench
+from aserve.config import API_KEY_VARIABLE, Config, load_config, setting_fields
 from aserve.errors import AserveError
+from aserve.flags import CONFIG_VARIABLE, add_command, add_settings
 from aserve.log import configure_logging
-
-API_KEY_VARIABLE = "ASERVE_API_KEY"
-CONFIG_VARIABLE = "ASERVE_CONFIG"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,20 +50,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"aserve {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    serve = _command(commands, "serve", "commands.serve", "serve a model over HTTP, SSE and WebSocket")
-    _add_settings(serve, "engine", with_model=True)
-    _add_settings(serve, "server")
+    serve = add_command(commands, "serve", "commands.serve", "serve a model over HTTP, SSE and WebSocket")
+    add_settings(serve, "engine", with_model=True)
+    add_settings(serve, "server")
 
-    chat = _command(commands, "chat", "commands.chat", "talk to a model in this terminal")
-    _add_settings(chat, "engine", with_model=True)
+    chat = add_command(commands, "chat", "commands.chat", "talk to a model in this terminal")
+    add_settings(chat, "engine", with_model=True)
     chat.add_argument("--system", help="system prompt")
     _add_sampling(chat)
     _add_log_level(chat)
 
-    generate = _command(
+    generate = add_command(
         commands, "generate", "commands.generate", "complete prompts from a JSONL file or the command line"
     )
-    _add_settings(generate, "engine", with_model=True)
+    add_settings(generate, "engine", with_model=True)
     generate.add_argument("--prompt", action="append", default=[], help="a prompt; may be given several times")
     generate.add_argument(
         "--input", help="JSONL file, '-' for standard input; a line has 'prompt' (text or token ids) or 'messages'"
@@ -74,12 +72,14 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sampling(generate)
     _add_log_level(generate)
 
-    _add_bench(commands)
+    add_bench(commands)
 
-    replay = _command(commands, "replay", "commands.replay", "run a recorded step trace through the scheduler again")
+    replay = add_command(commands, "replay", "commands.replay", "run a recorded step trace through the scheduler again")
     replay.add_argument("file", help="trace file")
 
-    check = _command(commands, "check", "commands.check", "print what this machine offers: devices, backends, versions")
+    check = add_command(
+        commands, "check", "commands.check", "print what this machine offers: devices, backends, versions"
+    )
     check.add_argument("--json", action="store_true", help="print JSON instead of a table")
     _add_log_level(check)
     return parser
@@ -93,49 +93,6 @@ def _add_log_level(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _command(commands: Any, name: str, module: str, help: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-    parser.set_defaults(module=module)
-    return parser
-
-
-def _add_settings(parser: argparse.ArgumentParser, section: str, with_model: bool = False) -> None:
-    """Add a flag for each setting of a section; flags that are not given leave no trace in the namespace."""
-    if section == "engine":
-        parser.add_argument("--config", metavar="FILE", help=f"TOML file with settings; also {CONFIG_VARIABLE}")
-    group = parser.add_argument_group(f"{section} settings")
-    for setting, hint in setting_fields(section):
-        text = f"{setting.metadata['help']}{_default_text(setting.default)}"
-        if setting.name == "model" and with_model:
-            either = parser.add_mutually_exclusive_group()
-            either.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=text)
-            either.add_argument("--model", dest="model", default=argparse.SUPPRESS, metavar="MODEL", help="the same")
-            continue
-        flag = f"--{setting.name.replace('_', '-')}"
-        group.add_argument(
-            flag, dest=setting.name, default=argparse.SUPPRESS, help=text, **_flag_kind(setting.name, hint)
-        )
-
-
-def _default_text(default: Any) -> str:
-    if default is None or default == ():
-        return ""
-    text = {True: "on", False: "off"}.get(default, str(default)) if isinstance(default, bool) else str(default)
-    return f" (default: {text})"
-
-
-def _flag_kind(name: str, hint: Any) -> Mapping[str, Any]:
-    if get_origin(hint) in (Union, UnionType):
-        hint = next(arg for arg in get_args(hint) if arg is not type(None))
-    if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if get_origin(hint) is Literal:
-        return {"choices": get_args(hint)}
-    if get_origin(hint) is tuple:
-        return {"nargs": "*", "metavar": "VALUE"}
-    return {"type": hint, "metavar": {int: "N", float: "X"}.get(hint, "TEXT")}
-
-
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate (default: rest of the context)")
@@ -146,47 +103,3 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="seed (default: fresh entropy)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
-
-
-def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
-    kinds = bench.add_subparsers(title="kinds", required=True, metavar="KIND")
-
-    offline = _command(kinds, "offline", "bench.offline", "measure tokens per second of the engine without a server")
-    _add_settings(offline, "engine", with_model=True)
-    offline.add_argument("--num-prompts", type=int, default=32, metavar="N", help="requests (default: 32)")
-    _add_lengths(offline)
-
-    serve = _command(kinds, "serve", "bench.serving", "measure latency and throughput of a running server")
-    serve.add_argument("--url", default="http://127.0.0.1:8000", help="server (default: http://127.0.0.1:8000)")
-    serve.add_argument("--api-key", dest="key", help=f"key to send; also {API_KEY_VARIABLE}")
-    serve.add_argument(
-        "--transport", choices=("sse", "websocket"), default="sse",
-        help="chat completions over SSE or responses over a WebSocket (default: sse)",
-    )  # fmt: skip
-    serve.add_argument("--num-prompts", type=int, default=64, metavar="N", help="requests (default: 64)")
-    serve.add_argument(
-        "--concurrency", type=int, default=8, metavar="N", help="requests at a time, closed loop (default: 8)"
-    )
-    serve.add_argument(
-        "--rate", type=float, metavar="X", help="requests per second, open loop (Poisson), instead of --concurrency"
-    )
-    serve.add_argument(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="X",
-        help="seconds until a request counts as failed (default: 600)",
-    )
-    serve.add_argument("--goodput-ttft-ms", type=float, metavar="X", help="time to first token that counts as good, ms")
-    serve.add_argument(
-        "--goodput-tpot-ms", type=float, metavar="X", help="time per output token that counts as good, ms"
-    )
-    _add_lengths(serve)
-
-
-def _add_lengths(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens, about (default: 128)")
-    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="output tokens (default: 128)")
-    parser.add_argument("--workload-seed", type=int, default=0, metavar="N", help="seed of the workload (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

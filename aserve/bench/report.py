@@ -1,7 +1,13 @@
-"""Results as text: markdown tables and percentiles."""
+"""Results as text: markdown tables, percentiles, JSON files."""
 
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import orjson
+
+from aserve.errors import ClientError
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -24,3 +30,22 @@ def percentile(values: Sequence[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def print_result(result: Mapping[str, Any], text: str, json_file: str | None) -> None:
+    """Print ``text`` and write ``result`` to ``json_file``; "-" prints the JSON instead of the text."""
+    if json_file == "-":
+        print(orjson.dumps(result).decode())
+        return
+    print(text)
+    if json_file is not None:
+        write_file(json_file, orjson.dumps(result, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        print(f"wrote {json_file}", file=sys.stderr)
+
+
+def write_file(name: str, content: bytes) -> None:
+    """Write a result; raises ClientError if that is not possible."""
+    try:
+        Path(name).write_bytes(content)
+    except OSError as error:
+        raise ClientError(f"cannot write {name}: {error.strerror}") from error

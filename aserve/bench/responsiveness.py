@@ -20,7 +20,7 @@ import uvloop
 
 from aserve.bench.clients import http_request
 from aserve.bench.report import format_table, percentile
-from aserve.bench.workload import random_workload
+from aserve.bench.workload import LengthRange, WorkloadShape, random_workload
 from aserve.config import Config, ServerConfig
 from aserve.engine.async_engine import AsyncEngine
 from aserve.metrics import Histogram
@@ -54,7 +54,7 @@ async def _measure(arguments: argparse.Namespace) -> None:
         beside = [await measure_gaps(engine, long_prompt=arguments.long_prompt, seed=run) for run in runs]
         print(format_table([medians(alone), medians(beside)]))
         rows = []
-        for transport in ("sse", "websocket"):
+        for transport in ("sse", "ws"):
             load = (transport, arguments.streams, arguments.output_len)
             lags = [await stream_lag(engine, server.url, server.loop_lag, *load, seed=run) for run in runs]
             rows.append({"streams": f"{arguments.streams} {transport}", **medians(lags)})
@@ -87,7 +87,9 @@ async def measure_gaps(engine: AsyncEngine, *, long_prompt: int, seed: int) -> d
     ``seed`` draws the prompts: no two runs may share them, or the prefix cache would do the work.
     """
     steps = engine.metrics.step_time = StepTimes("step_time_seconds", "Time of a step on the device.", ())
-    items = random_workload(2, max(32, long_prompt), 1, engine.limits.vocab_size, 1000 * long_prompt + seed)
+    lengths = LengthRange(max(32, long_prompt), max(32, long_prompt))
+    shape = WorkloadShape(2, lengths, LengthRange(1, 1), 1000 * long_prompt + seed)
+    items = random_workload(shape, engine.limits.vocab_size)
     greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_TOKENS)
     gaps: list[float] = []
     prefill: asyncio.Task[None] | None = None
@@ -123,7 +125,7 @@ async def stream_lag(
 ) -> dict[str, float]:
     """Return quantiles of the lag that the server measured while ``aserve bench serve`` streamed from it."""
     flags = {"num-prompts": num_streams, "concurrency": num_streams, "output-len": output_len, "input-len": 64}
-    command = ["-m", "aserve", "bench", "serve", "--json", "--url", url, "--transport", transport]
+    command = ["-m", "aserve", "bench", "serve", "--json", "-", "--url", url, "--transport", transport]
     command += [f"--{name}={value}" for name, value in flags.items()] + [f"--workload-seed={seed}"]
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
     report = asyncio.create_task(process.communicate())

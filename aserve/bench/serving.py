@@ -1,130 +1,181 @@
-"""``aserve bench serve``: latency and throughput of a running server, open or closed loop.
-
-Terms as everywhere: TTFT time to first token, TPOT mean time per output token after the first, ITL
-time between events that carry text, E2E whole request; goodput counts the requests within objectives.
-"""
+"""``aserve bench serve``: latency and throughput of a running server, open or closed loop, over SSE or WebSockets."""
 
 import argparse
 import asyncio
 import os
-import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import orjson
+import uvloop
 
-from aserve.bench.clients import LoadClient, RequestTiming, SseClient, WebSocketClient, served_model
-from aserve.bench.report import format_table, percentile
-from aserve.bench.workload import random_text
-from aserve.config import Config
+from aserve.bench.clients import LoadRequest, RequestTiming, Server, served_model
+from aserve.bench.dataset import TextScale, conversation_requests, measure_scale, random_requests
+from aserve.bench.load import Arrivals, split_load
+from aserve.bench.load_process import Job, Transport, load_processes, make_client
+from aserve.bench.plot import plot_run
+from aserve.bench.probe import Probe, probing, summarise_probes
+from aserve.bench.report import format_table, print_result, write_file
+from aserve.bench.sse_client import Endpoint
+from aserve.bench.summary import Summary, Window, steady_window, summarise, whole_window
+from aserve.bench.workload import LengthRange, WorkloadShape
+from aserve.config import API_KEY_VARIABLE, Config
+from aserve.errors import ClientError
+
+START_DELAY_S = 0.1  # for all processes to learn when to start
+DEFAULT_LENS = LengthRange(128, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """How many requests of which size arrive how."""
+class LoadPlan:
+    """What is sent how, and by how many processes."""
 
+    transport: Transport
+    endpoint: Endpoint
+    arrivals: Arrivals
+    num_processes: int
     num_prompts: int
-    input_len: int
-    output_len: int
-    concurrency: int
-    rate: float | None  # requests per second; None is the closed loop
     seed: int
+    dataset: str | None  # a file; None draws random prompts
+    input_lens: LengthRange
+    output_lens: LengthRange | None  # None takes those of the file
+    probe_interval_s: float | None
+    probe_input_len: int
+
+    @property
+    def sends_token_ids(self) -> bool:
+        """Whether prompts are token ids, which only one endpoint takes."""
+        return self.dataset is None and self.transport == "sse" and self.endpoint == "completions"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRun:
+    """What came of it, in seconds on ``time.perf_counter``."""
+
+    model: str
+    start_s: float
+    timings: list[RequestTiming]
+    probes: list[RequestTiming]
+    cpu_share: float  # of the busiest client process
+
+    @property
+    def whole(self) -> Window:
+        """From the first start to the last end."""
+        return whole_window(self.timings, self.start_s)
 
 
 def run(arguments: argparse.Namespace, config: Config) -> int:
     """Measure and print; returns 1 if a request failed."""
-    load = Load(
-        arguments.num_prompts,
-        arguments.input_len,
-        arguments.output_len,
-        arguments.concurrency,
-        arguments.rate,
-        arguments.workload_seed,
+    plan = _read_plan(arguments)
+    key = arguments.key or os.environ.get(API_KEY_VARIABLE)
+    result = uvloop.run(measure(arguments.url.rstrip("/"), key, arguments.timeout, plan))
+    steady = steady_window(result.timings, plan.arrivals.rate is not None)
+    summary = summarise_run(plan, result, steady, dict(arguments.goodput or ()))
+    print_result(summary, format_summary(summary), arguments.json)
+    if arguments.plot:
+        write_file(arguments.plot, plot_run(result.timings, result.whole, steady, _title(plan, result)).encode())
+    return int(any(timing.error for timing in result.timings))
+
+
+def _read_plan(arguments: argparse.Namespace) -> LoadPlan:
+    if arguments.transport == "ws" and arguments.endpoint != "chat":
+        raise ClientError(f"--endpoint {arguments.endpoint} goes over SSE; a WebSocket carries responses")
+    if arguments.dataset is not None and arguments.input_len is not None:
+        raise ClientError("--input-len has no meaning with --dataset")
+    return LoadPlan(
+        transport=arguments.transport,
+        endpoint=arguments.endpoint,
+        arrivals=Arrivals(arguments.concurrency, arguments.request_rate, arguments.stagger_s),
+        num_processes=arguments.processes,
+        num_prompts=arguments.num_prompts,
+        seed=arguments.workload_seed,
+        dataset=arguments.dataset,
+        input_lens=arguments.input_len or DEFAULT_LENS,
+        output_lens=arguments.output_len or (DEFAULT_LENS if arguments.dataset is None else None),
+        probe_interval_s=arguments.probe_interval_s,
+        probe_input_len=arguments.probe_input_len,
     )
-    key = arguments.key or os.environ.get("ASERVE_API_KEY")
-    duration_s, timings = asyncio.run(
-        _measure(arguments.url.rstrip("/"), arguments.transport, key, arguments.timeout, load)
-    )
-    summary = summarise(timings, duration_s, arguments.goodput_ttft_ms, arguments.goodput_tpot_ms)
-    print(orjson.dumps(summary).decode() if arguments.json else format_summary(summary))
-    return int(any(timing.error for timing in timings))
 
 
-async def _measure(
-    url: str, transport: str, key: str | None, timeout_s: float, load: Load
-) -> tuple[float, list[RequestTiming]]:
-    model = await served_model(url, key)
-    client: LoadClient = (SseClient if transport == "sse" else WebSocketClient)(url, model, key, timeout_s)
-    await client.complete("warm up", 4)
-    start = time.perf_counter()
-    timings = await run_load(client, load)
-    return time.perf_counter() - start, timings
+async def measure(url: str, key: str | None, timeout_s: float, plan: LoadPlan) -> LoadRun:
+    """Warm up, run the load and the probes beside it."""
+    server = Server(url, await served_model(url, key), key, timeout_s)
+    client = make_client(server, plan.transport, plan.endpoint)
+    try:
+        scale = await measure_scale(client, plan.seed)  # warms up as well
+        shares = split_load(_requests(plan, scale), plan.arrivals, plan.num_processes, plan.seed)
+        jobs = [Job(server, plan.transport, plan.endpoint, share) for share in shares]
+        probe = Probe(plan.probe_interval_s, plan.probe_input_len, scale, plan.seed) if plan.probe_interval_s else None
+        async with load_processes(jobs) as processes:
+            start_s = time.perf_counter() + START_DELAY_S
+            async with probing(client, probe, start_s) as probes:
+                results = await asyncio.gather(*(process.run(start_s) for process in processes))
+    finally:
+        client.close()
+    timings = [timing for result in results for timing in result.timings]
+    return LoadRun(server.model, start_s, timings, probes, max(result.cpu_share for result in results))
 
 
-async def run_load(client: LoadClient, load: Load) -> list[RequestTiming]:
-    """Send all requests; the closed loop keeps ``concurrency`` of them open, the open loop draws arrivals."""
-    rng = random.Random(load.seed)
-    gate = asyncio.Semaphore(load.concurrency if load.rate is None else load.num_prompts)
-
-    async def send(prompt: str) -> RequestTiming:
-        try:
-            return await client.complete(prompt, load.output_len)
-        finally:
-            gate.release()
-
-    async with asyncio.TaskGroup() as group:
-        tasks = []
-        async for prompt in _arrivals(load, rng):
-            await gate.acquire()
-            tasks.append(group.create_task(send(prompt)))
-    return [task.result() for task in tasks]
+def _requests(plan: LoadPlan, scale: TextScale) -> list[LoadRequest]:
+    if plan.dataset is not None:
+        return conversation_requests(plan.dataset, plan.num_prompts, plan.output_lens, plan.seed)
+    shape = WorkloadShape(plan.num_prompts, plan.input_lens, plan.output_lens or DEFAULT_LENS, plan.seed)
+    return random_requests(shape, None if plan.sends_token_ids else scale)
 
 
-async def _arrivals(load: Load, rng: random.Random) -> AsyncIterator[str]:
-    for _ in range(load.num_prompts):
-        if load.rate is not None:
-            await asyncio.sleep(rng.expovariate(load.rate))
-        yield random_text(load.input_len, rng)
-
-
-def summarise(
-    timings: list[RequestTiming], duration_s: float, good_ttft_ms: float | None, good_tpot_ms: float | None
-) -> dict[str, object]:
-    """Reduce timings to rates and percentiles (ms)."""
-    done = [timing for timing in timings if timing.error is None and timing.arrivals_s]
-    ttft = [1e3 * (timing.arrivals_s[0] - timing.start_s) for timing in done]
-    tpot = [_tpot_ms(timing) for timing in done]
-    itl = [1e3 * (b - a) for timing in done for a, b in zip(timing.arrivals_s, timing.arrivals_s[1:], strict=False)]
-    e2e = [1e3 * (timing.end_s - timing.start_s) for timing in done]
-    good = sum(
-        (good_ttft_ms is None or first <= good_ttft_ms) and (good_tpot_ms is None or per_token <= good_tpot_ms)
-        for first, per_token in zip(ttft, tpot, strict=True)
-    )
-    num_tokens = sum(timing.num_output_tokens for timing in done)
+def summarise_run(plan: LoadPlan, result: LoadRun, steady: Window, objectives: Mapping[str, float]) -> Summary:
+    """Reduce a run to what is reported: the whole of it, ``steady`` below that, ``probe`` if there were any."""
+    timings = result.timings
     errors = [timing.error for timing in timings if timing.error]
-    return {
+    done = [timing for timing in timings if not timing.error]
+    summary: Summary = {
+        "model": result.model,
+        "transport": plan.transport,
+        "endpoint": "responses" if plan.transport == "ws" else plan.endpoint,
         "requests": len(timings),
         "failed": len(errors),
         "first_error": errors[0] if errors else None,
-        "duration_s": duration_s,
-        "requests_per_s": len(done) / duration_s,
-        "output_tokens_per_s": num_tokens / duration_s,
-        "goodput_requests_per_s": good / duration_s,
-        **{
-            f"{name}_ms": {f"p{round(share * 100)}": percentile(values, share) for share in (0.5, 0.9, 0.99)}
-            for name, values in (("ttft", ttft), ("tpot", tpot), ("itl", itl), ("e2e", e2e))
-        },
+        "prompt_tokens": sum(timing.num_prompt_tokens for timing in done),
+        "output_tokens": sum(timing.num_output_tokens for timing in done),
+        "client_cpu_share": result.cpu_share,
+        **summarise(timings, result.whole, objectives),
     }
+    after_s = steady.start_s - result.start_s
+    summary["steady"] = {
+        "from_s": after_s,
+        "to_s": after_s + steady.duration_s,
+        **summarise(timings, steady, objectives),
+    }
+    if plan.probe_interval_s:
+        summary["probe"] = summarise_probes(result.probes, steady)
+    return summary
 
 
-def _tpot_ms(timing: RequestTiming) -> float:
-    return 1e3 * (timing.arrivals_s[-1] - timing.arrivals_s[0]) / max(1, timing.num_output_tokens - 1)
+def format_summary(summary: Mapping[str, Any]) -> str:
+    """Lay the summary out for a terminal: the totals, rates side by side, then a table of latencies."""
+    steady: dict[str, Any] = summary["steady"]
+    rates = [name for name, value in steady.items() if not isinstance(value, dict) and name in summary]
+    latencies = [name for name, value in summary.items() if name.endswith("_ms")]
+    totals = [f"{name}: {_short(value)}" for name, value in summary.items()
+              if not isinstance(value, dict) and name not in rates and value is not None]  # fmt: skip
+    parts = {"whole run": summary, f"steady, {steady['from_s']:.1f} to {steady['to_s']:.1f} s": steady}
+    rate_rows = [{"rates": part, **{name: values[name] for name in rates}} for part, values in parts.items()]
+    rows = [{"latency, ms": f"{name[:-3]}, {part.partition(',')[0]}", **values[name]}
+            for name in latencies for part, values in parts.items()]  # fmt: skip
+    rows += [{"latency, ms": f"probe {name[:-3]}", **value} for name, value in summary.get("probe", {}).items()
+             if name.endswith("_ms")]  # fmt: skip
+    blocks = ["\n".join(totals), format_table(rate_rows), format_table(rows)]
+    if probe := summary.get("probe"):
+        blocks.append(f"probes: {probe['requests']}, {probe['failed']} failed, {probe['steady_requests']} while steady")
+    return "\n\n".join(blocks)
 
 
-def format_summary(summary: dict[str, object]) -> str:
-    """Lay the summary out for a terminal: the totals, then a table of latencies."""
-    totals = [f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}"
-              for name, value in summary.items() if not isinstance(value, dict)]  # fmt: skip
-    rows = [{"latency": name, **value} for name, value in summary.items() if isinstance(value, dict)]
-    return "\n".join(totals) + "\n\n" + format_table(rows)
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _title(plan: LoadPlan, result: LoadRun) -> str:
+    arrivals = plan.arrivals
+    load = f"{arrivals.concurrency} streams" if arrivals.rate is None else f"{arrivals.rate:g} requests/s"
+    return f"{result.model}, {plan.transport}, {load}, {plan.num_prompts} requests"

@@ -25,7 +25,7 @@ async def test_gaps_are_those_of_the_steps() -> None:
         assert 5 <= row["tokens seen"] <= 14
 
 
-@pytest.mark.parametrize("transport", ["sse", "websocket"])
+@pytest.mark.parametrize("transport", ["sse", "ws"])
 @in_loop
 async def test_lag_of_the_serving_loop_is_read_from_the_server(transport: str) -> None:
     async with live_server(count_up, step_time_s=STEP_S) as live:
