@@ -85,7 +85,9 @@ def make_case(
             stored = (values / scale).to(kv_dtype)
             padded = torch.full((counts[i] * page_size, *shape[2:]), math.nan, device=device).to(kv_dtype)
             padded[:key_len] = stored
-            pool[pages] = padded.view(-1, *shape[1:])
+            pool.view(torch.uint8)[pages] = padded.view(-1, *shape[1:]).view(
+                torch.uint8
+            )  # floats of 8 bits know little
             tensors.append(stored.to(dtype) * scale)
     q = torch.randn(sum(query_lens), spec.num_heads, spec.head_dim, generator=generator, device=device).to(dtype)
     batch = AttentionBatch(

@@ -165,10 +165,21 @@ def _find_key_rows(page_table: Tensor, positions: Tensor, num_kv_heads: int, pag
     return slots.unsqueeze(1) * num_kv_heads + heads.view(-1, 1)
 
 
-def _gather(pages: Tensor, key_rows: Tensor) -> Tensor:
-    """Read ``key_rows`` [N, K, L] of ``pages`` [pages, page_size, K, D] as float32 [N, K, L, D]."""
+def _gather(pages: Tensor, scale: float, key_rows: Tensor) -> Tensor:
+    """Read ``key_rows`` [N, K, L] of ``pages`` [pages, page_size, K, D] as float32 [N, K, L, D], times ``scale``."""
     head_dim = pages.shape[-1]
-    return pages.view(-1, head_dim).index_select(0, key_rows.view(-1)).view(*key_rows.shape, head_dim).float()
+    rows = pages.view(-1, head_dim)
+    if pages.itemsize == 1:  # torch gathers no floats of 8 bits, but bytes
+        gathered = rows.view(torch.uint8).index_select(0, key_rows.view(-1)).view(pages.dtype)
+    else:
+        gathered = rows.index_select(0, key_rows.view(-1))
+    values = gathered.view(*key_rows.shape, head_dim).float()
+    return values if scale == 1.0 else values.mul_(scale)
+
+
+def _gather_keys_and_values(layer_kv: LayerKV, key_rows: Tensor) -> tuple[Tensor, Tensor]:
+    keys = _gather(layer_kv.key, layer_kv.key_scale, key_rows)
+    return keys, _gather(layer_kv.value, layer_kv.value_scale, key_rows)
 
 
 def _attend_group(
@@ -179,7 +190,7 @@ def _attend_group(
     spec: AttentionSpec,
     results: tuple[Tensor, Tensor | None],
 ) -> None:
-    keys, values = _gather(layer_kv.key, key_rows), _gather(layer_kv.value, key_rows)
+    keys, values = _gather_keys_and_values(layer_kv, key_rows)
     positions = torch.arange(group.max_key_len, device=q.device)
     is_hidden = _hide(positions, group.key_lens.unsqueeze(1) - 1, spec.sliding_window).unsqueeze(1)  # [N, 1, L]
     queries = q[group.rows].float().unsqueeze(1)
@@ -197,7 +208,7 @@ def _attend_chunk(
     spec: AttentionSpec,
     results: tuple[Tensor, Tensor | None],
 ) -> None:
-    keys, values = _gather(layer_kv.key, key_rows), _gather(layer_kv.value, key_rows)
+    keys, values = _gather_keys_and_values(layer_kv, key_rows)
     window = spec.sliding_window
     block_len = max(16, MAX_BLOCK_SCORES // (spec.num_heads * chunk.key_len))
     for start in range(chunk.start, chunk.stop, block_len):

@@ -106,6 +106,14 @@ def test_queries_may_be_a_strided_view() -> None:
     check(dataclasses.replace(case, q=wide[:, :4]), spec)
 
 
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 7, 20]])
+def test_scales_of_keys_and_values_are_applied_once(query_lens: list[int]) -> None:
+    spec = make_spec(4, 2, 64)
+    key_lens, num_decodes = [40, 17, 33], query_lens.count(1)
+    case = make_case(spec, query_lens, key_lens, num_decodes, kv_dtype=torch.float8_e4m3fn, scales=(0.25, 0.5))
+    check(case, spec)
+
+
 def test_one_key_has_its_score_as_lse() -> None:
     spec = make_spec(1, 1, 64)
     case = make_case(spec, [1], [1], 1)
