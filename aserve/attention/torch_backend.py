@@ -109,7 +109,8 @@ class TorchBackend(AttentionBackend):
         return TorchPlan([group], [], tables.page_size, tables)
 
     def convert(self, plan: TorchPlan) -> None:
-        assert plan.tables is not None
+        if plan.tables is None:
+            return
         page_table = plan.groups[0].page_table
         torch.index_select(plan.tables.page_table, 0, plan.tables.rows[: len(page_table)], out=page_table)
 
