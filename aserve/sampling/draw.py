@@ -1,6 +1,7 @@
 """From logits to one token each: temperature, top-k, top-p, min-p, inverse CDF. Each row is computed alone."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,12 +11,17 @@ NUM_CANDIDATES = 1024  # most likely tokens tried first for top-p; a wider nucle
 BLOCK = 256  # tokens summed at once on the way to the drawn one
 
 
+class FilterValues(NamedTuple):
+    """Which tokens may be drawn, per row [N] float32: top_k 0, top_p 1 and min_p 0 are off."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Which tokens may be drawn, per row [N] float32: top_k 0, top_p 1 and min_p 0 are off.
-
-    The host's knowledge of the same rows stands beside the tensors, so that nothing waits for the device to ask.
-    """
+    """The same, with the host's knowledge of the rows beside it, so that nothing waits for the device to ask."""
 
     top_k: Tensor
     top_p: Tensor

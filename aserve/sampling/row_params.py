@@ -31,6 +31,9 @@ class Column:
     COUNT = 7
 
 
+NO_FILTERS = np.array([0.0, 1.0, 0.0], np.float32)  # top_k, top_p, min_p
+
+
 class RowParams:
     """One entry a row; a new sequence on a row overwrites all of it."""
 
@@ -70,8 +73,9 @@ class RowParams:
         self.plain_from[row] = self._find_plain(row, needs)
 
     def _find_plain(self, row: int, needs: Need) -> int:
-        _, top_k, top_p, min_p = self.values[row, : Column.MIN_P + 1]
-        is_filtered = Need.DRAW in needs and (top_k > 0 or top_p < 1 or min_p > 0)
+        is_filtered = Need.DRAW in needs and bool(
+            (self.values[row, Column.TOP_K : Column.MIN_P + 1] != NO_FILTERS).any()
+        )
         if is_filtered or needs & ~(Need.DRAW | Need.MIN_TOKENS):
             return NEVER
         return int(self.free_positions[row]) if Need.MIN_TOKENS in needs else 0

@@ -6,6 +6,8 @@ token, or a draw. What a row gets depends on its own logits, parameters, seed an
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,12 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aserve.request import TokenLogprobs
-from aserve.sampling.draw import Filters, draw_tokens
+from aserve.sampling.draw import Filters, FilterValues, draw_tokens
 from aserve.sampling.logprobs import LogprobTensors, compute_logprobs, list_logprobs
-from aserve.sampling.row_params import Column, Need, RowParams, final_token_ids
+from aserve.sampling.row_params import NO_FILTERS, Column, Need, RowParams, final_token_ids
 from aserve.sampling.token_counts import TokenCounts
 from aserve.sampling.uniform import advance
 from aserve.scheduler.plan import RowStart, StepTokens
+
+if TYPE_CHECKING:
+    from aserve.sampling.gpu.token_picker import TokenPicker  # needs triton
 
 IntArray = NDArray[np.int64]
 Upload = Callable[[NDArray[np.generic]], Tensor]  # to the sampler's device; the array may change afterwards
@@ -56,11 +61,21 @@ class SampledTokens:
 
 
 class Sampler:
-    """Keeps the sampling state of ``num_rows`` rows of the page table."""
+    """Keeps the sampling state of ``num_rows`` rows of the page table.
+
+    A GPU chooses with the kernels of ``picker``, its own if none is given, and without Triton in plain torch.
+    """
 
     def __init__(
-        self, num_rows: int, vocab_size: int, eos_token_ids: Set[int], device: torch.device, upload: Upload
+        self,
+        num_rows: int,
+        vocab_size: int,
+        eos_token_ids: Set[int],
+        device: torch.device,
+        upload: Upload,
+        picker: "TokenPicker | None" = None,
     ) -> None:
+        self._picker = picker or _make_picker(num_rows, vocab_size, device)
         self._upload = upload
         self._eos_token_ids = eos_token_ids
         self._params = RowParams(num_rows, vocab_size)
@@ -82,6 +97,11 @@ class Sampler:
     def reserve(self) -> int:
         """Allocate now what rows may need on the device later, and return its bytes."""
         return self._counts.reserve()
+
+    def warm_up(self, logits: Tensor) -> None:
+        """Compile and load what choosing from ``logits`` [N, V] may need, so that nothing does later."""
+        if self._picker is not None:
+            self._picker.warm_up(logits)
 
     def are_plain(self, rows: IntArray, positions: IntArray | None = None) -> bool:
         """Whether all ``rows`` [N] are greedy or draw from all tokens, and want nothing else.
@@ -140,10 +160,27 @@ class Sampler:
         self, logits: Tensor, rows: IntArray, positions: IntArray, needs: NDArray[np.uint8]
     ) -> tuple[Tensor, Tensor]:
         """Return token ids [N] int64, 0 for bad rows, and which are bad [N]."""
+        if self._picker is not None:
+            token_ids = self._pick(self._picker, logits, rows, positions)
+            return token_ids.clamp(min=0), token_ids < 0
         best, token_ids = logits.max(-1)
         is_bad = ~torch.isfinite(best)
         self._draw(logits, token_ids, rows, positions, needs)
         return token_ids.masked_fill_(is_bad, 0), is_bad
+
+    def _pick(self, picker: "TokenPicker", logits: Tensor, rows: IntArray, positions: IntArray) -> Tensor:
+        """Return token ids [N] int64, -1 for bad rows."""
+        params = self._params
+        uniforms = self._upload(advance(params.states[rows], positions))
+        temperatures = params.draw_temperatures[rows]
+        filters = params.values[rows, Column.TOP_K : Column.MIN_P + 1]
+        token_ids = torch.empty(rows.size, dtype=torch.int32, device=logits.device)
+        if (temperatures[(filters != NO_FILTERS).any(1)] > 0).any():
+            columns = self._upload(np.column_stack((temperatures, filters)).T)
+            picker.pick_filtered(logits, uniforms, columns[0], FilterValues(*columns[1:]), token_ids)
+        else:
+            picker.pick_plain(logits, uniforms, self._upload(temperatures), token_ids)
+        return token_ids.long()
 
     def _draw(
         self, logits: Tensor, token_ids: Tensor, rows: IntArray, positions: IntArray, needs: NDArray[np.uint8]
@@ -171,3 +208,11 @@ class Sampler:
         if (places := np.flatnonzero(needs & Need.PENALTIES)).size:
             at = self._upload(places)
             self._counts.add(self._upload(rows[places]), token_ids[at], ~is_bad[at])
+
+
+def _make_picker(num_rows: int, vocab_size: int, device: torch.device) -> "TokenPicker | None":
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from aserve.sampling.gpu.token_picker import TokenPicker
+
+    return TokenPicker(num_rows, vocab_size, device)

@@ -6,10 +6,12 @@ import torch
 import triton
 from torch import Tensor
 
-from aserve.sampling.gpu import pick_kernels
+from aserve.sampling.draw import FilterValues
+from aserve.sampling.gpu import limit_kernel, pick_kernels
 from aserve.sampling.gpu.pick_kernels import BLOCK
 
 NUM_WARPS = 4
+NUM_SEARCH_WARPS = 16
 
 
 class PoolTarget(NamedTuple):
@@ -29,6 +31,15 @@ class TokenPicker:
         self._num_blocks = triton.cdiv(vocab_size, BLOCK)
         self._maxima = torch.empty((max_rows, self._num_blocks), dtype=torch.float32, device=device)
         self._sums = torch.empty_like(self._maxima)
+        self._bests = torch.empty(max_rows, dtype=torch.float32, device=device)
+        self._limits = torch.empty_like(self._bests)
+        self._candidates = torch.empty((max_rows, limit_kernel.CAPACITY), dtype=torch.float32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the work space."""
+        tensors = (self._maxima, self._sums, self._bests, self._limits, self._candidates)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def pick_plain(
         self,
@@ -42,11 +53,47 @@ class TokenPicker:
 
         ``uniforms`` [N] float64 in [0, 1); ``temperatures`` [N] float32, 0 for the most likely token (the lowest id of
         equals). A row whose logits are not finite gets -1, and 0 in the pool, which is safe to embed. N may change
-        from call to call without compiling anything; dtype and strides of the logits may not.
+        from call to call without compiling anything; dtype and strides of the logits, and whether there is a
+        target, may not.
         """
         row_stride = self._check(logits)
         self._sum_blocks(logits, temperatures, row_stride)
-        self._pick(logits, uniforms, temperatures, token_ids, target, row_stride)
+        self._pick(logits, uniforms, temperatures, token_ids, False, target, row_stride)
+
+    def pick_filtered(
+        self,
+        logits: Tensor,
+        uniforms: Tensor,
+        temperatures: Tensor,
+        filters: FilterValues,
+        token_ids: Tensor,
+        target: PoolTarget | None = None,
+    ) -> None:
+        """Do the same where ``filters``, as in ``draw_tokens``, leave only some tokens to draw from.
+
+        They change nothing for a row of temperature 0.
+        """
+        row_stride = self._check(logits)
+        self._sum_blocks(logits, temperatures, row_stride)
+        self._find_limits(logits, temperatures, filters, row_stride)
+        self._sum_kept(logits, temperatures, row_stride)
+        self._pick(logits, uniforms, temperatures, token_ids, True, target, row_stride)
+
+    def find_limits(self, logits: Tensor, temperatures: Tensor, filters: FilterValues) -> Tensor:
+        """Return [N] float32: the smallest logit that passes, less the best one and scaled; -inf for greedy rows."""
+        row_stride = self._check(logits)
+        self._sum_blocks(logits, temperatures, row_stride)
+        self._find_limits(logits, temperatures, filters, row_stride)
+        return self._limits[: len(logits)].clone()
+
+    def warm_up(self, logits: Tensor) -> None:
+        """Compile and load the kernels for ``logits`` [N, V] like these, but for those that write to a pool."""
+        num_rows, device = len(logits), logits.device
+        ones = torch.ones(num_rows, dtype=torch.float32, device=device)
+        uniforms = torch.zeros(num_rows, dtype=torch.float64, device=device)
+        token_ids = torch.empty(num_rows, dtype=torch.int32, device=device)
+        self.pick_plain(logits, uniforms, ones, token_ids)
+        self.pick_filtered(logits, uniforms, ones, FilterValues(ones, ones, ones), token_ids)
 
     def _check(self, logits: Tensor) -> int:
         num_rows, vocab_size = logits.shape
@@ -70,12 +117,48 @@ class TokenPicker:
             num_warps=NUM_WARPS,
         )
 
+    def _find_limits(self, logits: Tensor, temperatures: Tensor, filters: FilterValues, row_stride: int) -> None:
+        limit_kernel.find_limits[(len(logits),)](
+            logits,
+            temperatures,
+            *filters,
+            self._maxima,
+            self._sums,
+            self._candidates,
+            self._bests,
+            self._limits,
+            VOCAB_SIZE=self._vocab_size,
+            ROW_STRIDE=row_stride,
+            NUM_BLOCKS=self._num_blocks,
+            NUM_BLOCKS_PADDED=triton.next_power_of_2(self._num_blocks),
+            TILE=limit_kernel.TILE,
+            NARROW_TILE=limit_kernel.NARROW_TILE,
+            CAPACITY=limit_kernel.CAPACITY,
+            num_warps=NUM_SEARCH_WARPS,
+        )
+
+    def _sum_kept(self, logits: Tensor, temperatures: Tensor, row_stride: int) -> None:
+        pick_kernels.sum_kept[(self._num_blocks, len(logits))](
+            logits,
+            temperatures,
+            self._bests,
+            self._limits,
+            self._maxima,
+            self._sums,
+            VOCAB_SIZE=self._vocab_size,
+            ROW_STRIDE=row_stride,
+            NUM_BLOCKS=self._num_blocks,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+
     def _pick(
         self,
         logits: Tensor,
         uniforms: Tensor,
         temperatures: Tensor,
         token_ids: Tensor,
+        has_limits: bool,
         target: PoolTarget | None,
         row_stride: int,
     ) -> None:
@@ -84,7 +167,7 @@ class TokenPicker:
             logits,
             temperatures,
             uniforms,
-            temperatures,
+            self._limits,
             self._maxima,
             self._sums,
             token_ids,
@@ -96,7 +179,7 @@ class TokenPicker:
             ROW_STRIDE=row_stride,
             NUM_BLOCKS=self._num_blocks,
             NUM_BLOCKS_PADDED=triton.next_power_of_2(self._num_blocks),
-            HAS_LIMITS=False,
+            HAS_LIMITS=has_limits,
             HAS_POOL=target is not None,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
