@@ -1,0 +1,81 @@
+"""Compiles the Triton operators for a Hopper GPU on a machine without one; prints a JSON line a kernel.
+
+Run as a script: Triton must not be interpreting. Launches become compilations, through Triton's own driver interface.
+"""
+
+import json
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from aserve.kernels.gpu import norm, rope_store, silu_mul
+from aserve.kernels.gpu.compile_count import CompileCounter
+from aserve.kernels.gpu.small_linear import NormBefore, SmallLinear, apply_small_linear
+from aserve.kernels.operators import HeadLayout, HeadNorms, KVTarget
+
+
+class HopperDriver:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """Compile, do not launch."""
+    before = counter.compilations()
+    kernel = compile_only(self, *args, grid=grid, warmup=True, **options)
+    ptx = kernel.asm["ptx"]
+    line = {
+        "kernel": self.fn.__name__,
+        "overlap": bool(kernel.metadata.launch_pdl),
+        "loads": re.findall(r"ld\.global\S*", ptx),
+        "order": re.findall(r"griddepcontrol\.wait|ld\.global\S*|st\.global", ptx),
+        "compiled": counter.compilations() - before,
+    }
+    print(json.dumps(line), flush=True)
+
+
+def bf16(*shape: int) -> Tensor:
+    """Make activations."""
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def compile_all(overlap: bool, num_tokens: int) -> None:
+    """Compile each kernel in the forms that Qwen3-8B needs."""
+    x, gain = bf16(num_tokens, 4096), bf16(4096)
+    norm.rms_norm(x, gain, 1e-6, overlap)
+    norm.add_rms_norm(x, x.clone(), gain, 1e-6, overlap)
+    silu_mul.silu_mul(bf16(num_tokens, 24576), overlap)
+    norms = HeadNorms(bf16(128), bf16(128), 1e-6)
+    for page_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        pages = torch.empty(4, 16, 8, 128, dtype=page_dtype)
+        places = torch.zeros(num_tokens, dtype=torch.int64)
+        target = KVTarget(pages, pages.clone(), places, 0.5, 0.25)
+        layout = HeadLayout(32, 8, 128)
+        rope_store.rope_store(bf16(num_tokens, 6144), layout, norms, torch.empty(99, 128), places, target, overlap)
+    qkv, down, gate_up = SmallLinear(bf16(6144, 4096), bf16(6144)), SmallLinear(bf16(4096, 12288)), bf16(24576, 4096)
+    apply_small_linear(x, qkv, NormBefore(gain, 1e-6, x.clone()), bf16(num_tokens, 6144), overlap)
+    apply_small_linear(bf16(num_tokens, 12288), down, None, bf16(num_tokens, 4096), overlap)
+    gated = SmallLinear(gate_up, is_gated=True)
+    apply_small_linear(x, gated, NormBefore(gain, 1e-6, x.clone()), bf16(num_tokens, 12288), overlap)
+    apply_small_linear(x, qkv, NormBefore(gain, 1e-6), torch.empty(num_tokens, 6144), overlap)
+
+
+driver.set_active(HopperDriver())
+compile_only, counter = JITFunction.run, CompileCounter()
+JITFunction.run = report
+for is_overlapping in (False, True):
+    for count in (3, 4, 1):
+        compile_all(is_overlapping, count)

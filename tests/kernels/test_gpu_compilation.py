@@ -1,0 +1,55 @@
+"""What the compiler makes of the kernels for a Hopper GPU, for which none is needed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NUM_KERNELS = 9  # that one pass of the script compiles
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    script = Path(__file__).with_name("hopper_compile.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, cwd=Path.cwd(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_weights_and_activations_are_loaded_sixteen_bytes_at_a_time(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        if report["kernel"] == "_small_linear":
+            weights = [load for load in report["loads"] if "evict_first" in load]
+            assert weights
+            assert all(load.endswith("v4.b32") for load in weights)
+        wide = [load for load in report["loads"] if load.endswith("v4.b32")]
+        assert wide, report["kernel"]
+
+
+def test_another_number_of_tokens_compiles_nothing(reports: list[dict[str, Any]]) -> None:
+    """The script runs 3, 4 and 1 tokens: 4 needs what 3 does, 1 its own small linear layers only."""
+    for first in (0, 3 * NUM_KERNELS):
+        counts = [report["compiled"] for report in reports[first : first + 3 * NUM_KERNELS]]
+        assert counts == [1] * NUM_KERNELS + [0] * NUM_KERNELS + [0] * 5 + [1] * 4
+
+
+def test_overlapping_kernels_wait_before_they_touch_what_others_write(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        waits = [place for place, name in enumerate(report["order"]) if "wait" in name]
+        assert len(waits) == report["overlap"]
+        if not waits:
+            continue
+        early = report["order"][: waits[0]]
+        assert not [name for name in early if name.startswith("st")]
+        if report["kernel"] == "_small_linear":
+            assert early, "the weight is under way before the wait"
+            assert all("evict_first" in name for name in early)
+        elif report["kernel"] != "_norm_rows":  # which loads its gains
+            assert not early
