@@ -119,11 +119,12 @@ class StepFiller:
 
     def fill_sampled(self, arrays: Fields, plan: StepPlan, size: int) -> StepRows:
         """Write which rows are sampled, padded to ``size``; the caller writes how."""
-        ends = np.cumsum(plan.num_scheduled, dtype=np.int64)
+        lens = np.array(plan.num_scheduled, np.int64)
+        ends = np.cumsum(lens)
         places = np.flatnonzero(plan.is_sampled)
         count = len(places)
         rows = np.array(plan.rows, np.int64)[places]
-        positions = (np.array(plan.num_computed, np.int64) + plan.num_scheduled)[places]
+        positions = (np.array(plan.num_computed, np.int64) + lens)[places]
         for array, values, padding in (
             (arrays.sampled_tokens, ends[places] - 1, 0),
             (arrays.sampled_rows, rows, self._dummy_row),
