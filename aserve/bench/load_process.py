@@ -1,7 +1,8 @@
 """One share of a load in a process of its own, so that neither the server nor other clients pay for it.
 
 ``python -m aserve.bench.load_process`` reads a job as one line of JSON, answers ``ready``, reads when to start (seconds
-on the clock that all processes of a machine share), and writes timings and its CPU time as JSON when it is done.
+on the clock that all processes of a machine share), and writes the size of its result and the result, timings and CPU
+time as JSON, when it is done. It ends with its standard input: what a process leaves in a pipe at its end can be lost.
 """
 
 import asyncio
@@ -66,14 +67,14 @@ class LoadProcess:
     async def run(self, start_s: float) -> ShareResult:
         """Let it begin at ``start_s`` and wait for its end."""
         self._stdin.write(f"{start_s!r}\n".encode())
-        output = await self._stdout.read()
-        if status := await self._process.wait():
-            raise AserveError(f"a client process ended with status {status}")
-        result = orjson.loads(output)
+        size = await self._stdout.readline()
+        if not size:
+            raise AserveError(f"a client process ended with status {await self._process.wait()}")
+        result = orjson.loads(await self._stdout.readexactly(int(size)))
         return ShareResult([RequestTiming(**timing) for timing in result["timings"]], result["cpu_share"])
 
     async def stop(self) -> None:
-        """End it, done or not."""
+        """End it, done or not; it has nothing left to do that matters."""
         if self._process.returncode is None:
             self._process.kill()
         await self._process.wait()
@@ -101,7 +102,10 @@ def main() -> None:
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     result = uvloop.run(_run(job, float(sys.stdin.buffer.readline())))
-    sys.stdout.buffer.write(orjson.dumps(result))
+    output = orjson.dumps(result)
+    sys.stdout.buffer.write(b"%d\n%s" % (len(output), output))
+    sys.stdout.buffer.flush()
+    sys.stdin.buffer.read()
 
 
 def _read_job(line: bytes) -> Job:
