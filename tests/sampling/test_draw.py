@@ -3,43 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from doubles_sampling import CASES, Case, filters, kept_by_transformers
 from torch import Tensor
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TemperatureLogitsWarper
 
 from aserve.sampling import draw
 from aserve.sampling.draw import Filters, draw_tokens, find_limit
 
 CHI_SQUARE_999 = {3: 16.27, 7: 24.32, 9: 27.88}  # degrees of freedom -> 99.9 % quantile, from tables
-
-
-def filters(top_k: list[int], top_p: list[float], min_p: list[float]) -> Filters:
-    return Filters(
-        torch.tensor(top_k, dtype=torch.float32),
-        torch.tensor(top_p, dtype=torch.float32),
-        torch.tensor(min_p, dtype=torch.float32),
-        max(top_k),
-        min(top_p) < 1,
-        max(min_p) > 0,
-    )
-
-
-def kept_by_transformers(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Which tokens of one row [V] its warpers leave, in the order that ``generate`` applies them."""
-    scores = logits.unsqueeze(0).clone()
-    ids = torch.zeros(1, 1, dtype=torch.long)
-    if top_k:
-        scores = TopKLogitsWarper(top_k)(ids, scores)
-    if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(ids, scores)
-    if min_p:
-        scores = MinPLogitsWarper(min_p)(ids, scores)
-    return torch.isfinite(scores[0])
-
-
-CASES = [
-    (0, 1.0, 0.0), (5, 1.0, 0.0), (1, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.1, 0.0), (0, 0.9999, 0.0), (0, 1e-9, 0.0),
-    (0, 1.0, 0.05), (0, 1.0, 1.0), (50, 0.5, 0.0), (50, 0.95, 0.02), (3000, 0.999, 0.001), (0, 0.6, 0.2),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
@@ -57,7 +28,7 @@ def test_each_filter_keeps_what_transformers_keeps(spread: float) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_row_alone_has_the_limit_it_has_in_a_batch(case: tuple[int, float, float]) -> None:
+def test_a_row_alone_has_the_limit_it_has_in_a_batch(case: Case) -> None:
     generator = torch.Generator().manual_seed(1)
     scaled = torch.randn(len(CASES), 3000, generator=generator)
     scaled -= scaled.amax(-1, keepdim=True)
@@ -90,7 +61,7 @@ def draw_many(logits: Tensor, count: int, temperature: float, chosen: Filters) -
     ("temperature", "case", "freedom"),
     [(1.0, (0, 1.0, 0.0), 9), (0.5, (0, 1.0, 0.0), 9), (2.0, (8, 1.0, 0.0), 7), (1.0, (0, 0.8, 0.0), 3)],
 )
-def test_draws_follow_the_exact_probabilities(temperature: float, case: tuple[int, float, float], freedom: int) -> None:
+def test_draws_follow_the_exact_probabilities(temperature: float, case: Case, freedom: int) -> None:
     logits = torch.tensor([[0.3, -1.0, 1.2, 0.0, 2.0, -0.5, 0.9, 1.9, -2.0, 0.4]])
     count = 20_000
     scores = TemperatureLogitsWarper(temperature)(torch.zeros(1, 1), logits)

@@ -114,9 +114,9 @@ def search(
     NARROW_TILE: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """Return the largest logit, ``low`` at least, from which on count or weight reaches ``target`` (float64).
+    """Return the largest logit from which on count or weight reaches ``target`` (float64), ``low`` if none does.
 
-    Also returns the count and the weight of what stands above it.
+    Also returns the count and the weight of what stands above it; these mean nothing if none does.
     """
     high = from_key(to_key(best) + 1)
     count_above = tl.full((), 0, tl.float64)  # at high and above
@@ -206,7 +206,8 @@ def find_limits(
             row_logits, row_candidates, best, scale, tl.where(bound > 0, from_key(bound), float("-inf")), num_kept,
             False, VOCAB_SIZE, TILE, NARROW_TILE, CAPACITY,
         )  # fmt: skip
-        mass = mass_above + (num_kept - count_above) * tl.exp2((lowest - best) * scale)
+        if lowest > float("-inf"):  # else all stay
+            mass = mass_above + (num_kept - count_above) * tl.exp2((lowest - best) * scale)
     if is_drawn & (top_p < 1):
         # Logits of less than this weight are together less than what top_p may leave out, and min_p drops more.
         weight = tl.maximum((1 - top_p.to(tl.float64)) * mass / num_kept, min_p) * 0.5
