@@ -107,24 +107,21 @@ class LLM:
         return outputs
 
     async def _complete(self, prompt: Prompt, params: SamplingParams, completed: CompletedOutput) -> None:
-        pieces: list[str] = []
         try:
-            async for output in self._engine.generate(prompt, params, request_id=uuid.uuid4().hex):
-                pieces.append(output.text)
-                completed.token_ids += output.token_ids
-                completed.num_prompt_tokens = output.num_prompt_tokens
-                completed.num_output_tokens = output.num_output_tokens
-                completed.num_cached_tokens = output.num_cached_tokens
-                completed.stop_reason = output.stop_reason
-                completed.finish_reason = output.finish_reason or completed.finish_reason
-                if output.logprobs:
-                    completed.logprobs = completed.logprobs or []
-                    completed.logprobs += output.logprobs
-                completed.prompt_logprobs = completed.prompt_logprobs or output.prompt_logprobs
+            output = await self._engine.complete(prompt, params, request_id=uuid.uuid4().hex)
         except AserveError as error:
             completed.error = str(error)
-            completed.finish_reason = FinishReason.ERROR
-        completed.text = "".join(pieces)
+            return
+        assert output.finish_reason is not None  # the output is whole
+        completed.text = output.text
+        completed.token_ids = output.token_ids
+        completed.num_prompt_tokens = output.num_prompt_tokens
+        completed.num_output_tokens = output.num_output_tokens
+        completed.num_cached_tokens = output.num_cached_tokens
+        completed.stop_reason = output.stop_reason
+        completed.finish_reason = output.finish_reason
+        completed.logprobs = output.logprobs
+        completed.prompt_logprobs = output.prompt_logprobs
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on the loop's thread; an interrupt of the caller cancels it."""
