@@ -5,15 +5,15 @@ buffer whose copy may not have been made yet.
 """
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
-from flashinfer.decode import get_batch_decode_module
-from flashinfer.prefill import get_batch_prefill_module
 from torch import Tensor
 
 from aserve.attention.base import AttentionKind, AttentionProblem, LayerKV
 from aserve.attention.page_lists import PageLists
+from aserve.errors import ConfigError
 
 CAUSAL = 1  # flashinfer's MaskMode
 NHD = 0  # flashinfer's TensorLayout
@@ -66,7 +66,7 @@ class TensorCoreKernel:
     def __init__(self, kind: AttentionKind, problem: AttentionProblem, *, enable_pdl: bool) -> None:
         self._kind = kind
         self._enable_pdl = enable_pdl
-        self._module = get_batch_prefill_module("fa2", *module_arguments(kind, problem), False)
+        self._module = _load("prefill", "fa2", *module_arguments(kind, problem), False)
 
     def plan(self, request: PlanRequest, workspace: Workspace, staging: Tensor) -> list[int]:
         """See PagedKernel."""
@@ -135,7 +135,7 @@ class CudaCoreKernel:
     def __init__(self, kind: AttentionKind, problem: AttentionProblem, *, enable_pdl: bool) -> None:
         self._kind = kind
         self._enable_pdl = enable_pdl
-        self._module = get_batch_decode_module(*module_arguments(kind, problem))
+        self._module = _load("decode", *module_arguments(kind, problem))
         self._empty_query = torch.empty(0, dtype=problem.dtype)
         self._empty_key = torch.empty(0, dtype=problem.kv_dtype)
 
@@ -201,6 +201,17 @@ def module_arguments(kind: AttentionKind, problem: AttentionProblem) -> tuple[An
         kind.sliding_window is not None,
         kind.softcap is not None,
     )
+
+
+def _load(phase: str, *arguments: Any) -> Any:
+    """Return FlashInfer's module for ``arguments``, compiled if it is neither in the wheel nor in the cache."""
+    library = import_module(f"flashinfer.{phase}")  # not at the top: it takes seconds
+    try:
+        return getattr(library, f"get_batch_{phase}_module")(*arguments)
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"attention backend 'fi': flashinfer cannot build its {phase} kernel here: {error}"
+        ) from error
 
 
 def window_left(kind: AttentionKind) -> int:

@@ -21,6 +21,10 @@ BACKENDS: Registry[type[AttentionBackend]] = Registry(
         "torch": Entry("aserve.attention.torch_backend:TorchBackend"),
         "cpu": Entry("aserve.attention.cpu_backend:CpuBackend", library.refusal),
         "fi": Entry("aserve.attention.flash_infer_backend:FlashInferBackend", installed.flash_infer_refusal),
+        "fa": Entry(
+            "aserve.attention.flash_attention_backend:FlashAttentionBackend", installed.flash_attention_refusal
+        ),
+        "trtllm": Entry("aserve.attention.trtllm_backend:TrtllmBackend", installed.flash_infer_refusal),
     },
 )
 
@@ -80,12 +84,18 @@ def _refuse(names: list[str], problem: AttentionProblem) -> str | None:
     for name, phases in _parts(names):
         backend = BACKENDS.load(name)
         refusals = {phase: reason for phase in phases if (reason := backend.refuse(problem, phase))}
+        if len(refusals) == len(phases):
+            return f"attention backend {name!r} cannot serve this model: {refusals[phases[0]]}"
         if refusals:
-            (phase, reason), *_ = refusals.items()
-            is_partial = len(refusals) < len(phases)
-            where = f" for {phase}; name another for that, as in 'prefill,decode'" if is_partial else ""
-            return f"attention backend {name!r} cannot serve this model{where}: {reason}"
+            return _refuse_alone(name, refusals)
     return None
+
+
+def _refuse_alone(name: str, refusals: dict[Phase, str]) -> str:
+    ((phase, reason),) = refusals.items()
+    partner = "fi" if name != "fi" else "torch"
+    pair = f"{partner},{name}" if phase == "prefill" else f"{name},{partner}"
+    return f"attention backend {name!r} cannot serve {phase} here: {reason}; pair it with another, as in {pair!r}"
 
 
 def _build(names: list[str], problem: AttentionProblem, device: torch.device) -> AttentionBackend:
