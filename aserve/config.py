@@ -57,7 +57,9 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(
         None, "tokens that one step computes; default: 8192 on a GPU, on a CPU what takes less than 250 ms"
     )
-    page_size: int = option(16, "tokens per KV page, 1 to 256")
+    page_size: int | None = option(
+        None, "tokens per KV page, 1 to 256; default: 16 unless the attention backend needs another"
+    )
     kv_cache_dtype: Literal["auto", "fp8"] = option("auto", "type of cached keys and values; auto: that of the model")
     cuda_graphs: bool = option(True, "capture the usual steps as CUDA graphs at start")
     kv_memory_gib: float | None = option(None, "GiB of KV pages; default: 1 on a CPU")

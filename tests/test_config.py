@@ -20,7 +20,7 @@ def config_of(*argv: str) -> Config:
 def test_defaults_listen_on_loopback_only() -> None:
     config = Config()
     assert (config.server.host, config.server.port) == ("127.0.0.1", 8000)
-    assert config.engine.page_size == 16
+    assert config.engine.page_size is None
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.toml")), ids=lambda path: path.name)
@@ -69,7 +69,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, named: str) 
 @pytest.mark.parametrize(
     ("cls", "key", "value"),
     [
-        (EngineConfig, "page_size", 0), (EngineConfig, "page_size", 16.0), (EngineConfig, "page_size", None),
+        (EngineConfig, "page_size", 0), (EngineConfig, "page_size", 16.0), (EngineConfig, "prefix_cache", None),
         (EngineConfig, "kv_memory_gib", math.inf), (EngineConfig, "kv_memory_gib", math.nan),
         (EngineConfig, "kv_memory_gib", 10**400), (EngineConfig, "kv_memory_fraction", 1.5),
         (EngineConfig, "trace_steps", 0), (EngineConfig, "num_threads", -1), (EngineConfig, "device", "tpu"),
@@ -108,7 +108,8 @@ def test_help_names_every_setting_with_its_default(section: str, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    "command", [["chat"], ["generate"], ["bench", "offline"], ["bench", "serve"], ["replay"], ["check"]]
+    "command",
+    [["chat"], ["generate"], ["bench", "offline"], ["bench", "serve"], ["bench", "kernels"], ["replay"], ["check"]],
 )
 def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

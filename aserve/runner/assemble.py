@@ -15,6 +15,7 @@ from aserve.runner.kv_pool import KVLayout, allocate_pool
 from aserve.runner.resolve import resolve_kv_dtype, resolve_max_num_seqs, resolve_pool_size, wanted_model_len
 
 GPU_MAX_NUM_BATCHED_TOKENS = 8192
+DEFAULT_PAGE_SIZE = 16
 
 
 def assemble(
@@ -38,25 +39,26 @@ def outline(
         device_type=device.type,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        page_size=config.page_size,
+        page_size=config.page_size or DEFAULT_PAGE_SIZE,
         kinds=tuple(dict.fromkeys(spec.kind for spec in model.attention_specs())),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         max_num_seqs=max_num_seqs,
         max_num_tokens=max_num_tokens,
     )
-    backend = resolve_backend(config.attention_backend, problem, device)
+    backend = resolve_backend(config.attention_backend, problem, device, may_change_page_size=config.page_size is None)
+    page_size = backend.problem.page_size
     layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_dtype, device, backend.kv_order)
     parts = DeviceParts(
         model=model,
         backend=backend,
         operators=operators,
-        layers_kv=allocate_pool(layout, config.page_size, 0),
+        layers_kv=allocate_pool(layout, page_size, 0),
         device=device,
         max_num_seqs=max_num_seqs,
         max_model_len=wanted_model_len(config, shape.max_context_len),
         max_num_tokens=max_num_tokens,
         num_pages=0,
-        page_size=config.page_size,
+        page_size=page_size,
     )
     return parts, layout
 

@@ -100,10 +100,14 @@ def resolve_pool_size(
     Raises ConfigError if the settings ask for more than the model or the memory has.
     """
     wanted_len = wanted_model_len(config, max_context_len)
-    num_pages, reason = _count_pages(config, layout, wanted_len, max_num_seqs, reserved_bytes)
-    check_offsets(layout, config.page_size, num_pages, backend)
-    log_choice("num_pages", num_pages, f"{config.page_size} tokens each; {reason}")
-    num_tokens = num_pages * config.page_size
+    page_size = backend.problem.page_size
+    most = max_num_seqs * -(-wanted_len // page_size)
+    num_pages, reason = _count_pages(config, layout, page_size, most, reserved_bytes)
+    if num_pages == most and config.num_pages is None:
+        reason = f"what {max_num_seqs} sequences of {wanted_len} tokens need"
+    check_offsets(layout, page_size, num_pages, backend)
+    log_choice("num_pages", num_pages, f"{page_size} tokens each; {reason}")
+    num_tokens = num_pages * page_size
     if num_tokens >= wanted_len:
         log_choice("max_model_len", wanted_len, "as set" if config.max_model_len is not None else "the model's context")
         return PoolSize(wanted_len, num_pages)
@@ -124,19 +128,15 @@ def wanted_model_len(config: EngineConfig, max_context_len: int) -> int:
 
 
 def _count_pages(
-    config: EngineConfig, layout: KVLayout, max_model_len: int, max_num_seqs: int, reserved_bytes: int
+    config: EngineConfig, layout: KVLayout, page_size: int, most: int, reserved_bytes: int
 ) -> tuple[int, str]:
-    """Return how many pages and why."""
+    """Return how many pages, ``most`` unless it is set, and what sets the limit."""
     if config.num_pages is not None:
         return config.num_pages, "as set"
-    most = max_num_seqs * -(-max_model_len // config.page_size)
     memory_gib, reason = CPU_KV_MEMORY_GIB, "default on a CPU"
     if config.kv_memory_gib is not None:
         memory_gib, reason = config.kv_memory_gib, "as set"
     elif layout.device.type == "cuda":
         memory_gib = gpu_memory_gib(layout.device, config.kv_memory_fraction, reserved_bytes)
         reason = "what the GPU's share leaves beside weights, steps and graphs"
-    num_pages = count_pages(layout, config.page_size, memory_gib)
-    if num_pages >= most:
-        return most, f"what {max_num_seqs} sequences of {max_model_len} tokens need"
-    return num_pages, f"{memory_gib:.3g} GiB, {reason}"
+    return min(most, count_pages(layout, page_size, memory_gib)), f"{memory_gib:.3g} GiB, {reason}"

@@ -90,7 +90,7 @@ def test_kv_memory_decides_the_pages(files: ModelFiles) -> None:
         ({"max_model_len": 1}, "at least 2"),
         ({"max_model_len": 64, "num_pages": 2}, "max_model_len 64 does not fit the KV pool of 32 tokens"),
         ({"kv_memory_gib": 1e-9}, "kv_memory_gib 1e-09 holds no page"),
-        ({"attention_backend": "fa"}, "unknown attention backend 'fa'"),
+        ({"attention_backend": "fa9"}, "unknown attention backend 'fa9'"),
         ({"attention_backend": "torch,torch,torch"}, "exactly one comma"),
     ],
 )
