@@ -17,6 +17,7 @@ def add_bench(commands: Any) -> None:
     kinds = bench.add_subparsers(title="kinds", required=True, metavar="KIND")
     _add_offline(kinds)
     _add_serve(kinds)
+    _add_kernels(kinds)
 
 
 def _add_offline(kinds: Any) -> None:
@@ -115,6 +116,73 @@ def _add_findings(group: Any) -> None:
         help="count requests within all of these, such as ttft:200 tpot:50 e2e:9000, in milliseconds",
     )  # fmt: skip
     group.add_argument("--plot", metavar="FILE", help="write an SVG picture of throughput, gaps and latencies")
+
+
+def _add_kernels(kinds: Any) -> None:
+    kernels = add_command(
+        kinds,
+        "kernels",
+        "bench.kernels",
+        "measure attention backends on their own: error against float32, time, share of what the device can do",
+    )
+    kernels.add_argument(
+        "--backends", nargs="+", metavar="NAME", help="backends; default: all, those refused here with the reason"
+    )
+    kernels.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto)")
+    kernels.add_argument(
+        "--dtype", dest="query_dtype", choices=("float32", "bfloat16", "float16"),
+        help="type of queries; default: bfloat16 on a GPU, float32 on a CPU",
+    )  # fmt: skip
+    kernels.add_argument(
+        "--kv-dtype", choices=("float32", "bfloat16", "float16", "float8_e4m3fn"),
+        help="type of keys and values; default: that of queries",
+    )  # fmt: skip
+    kernels.add_argument(
+        "--num-threads",
+        type=positive,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="compute threads on a CPU; default: cores of this machine or container",
+    )
+    group = kernels.add_argument_group("shapes")
+    group.add_argument(
+        "--heads", nargs="+", type=heads, default=[(32, 8)], metavar="H/K",
+        help="query heads and key-value heads (default: 32/8)",
+    )  # fmt: skip
+    group.add_argument("--head-dim", nargs="+", type=positive, default=[128], metavar="N", help="default: 128")
+    group.add_argument(
+        "--page-size",
+        dest="page_sizes",
+        nargs="+",
+        type=positive,
+        default=[16],
+        metavar="N",
+        help="tokens per page (default: 16)",
+    )
+    group.add_argument(
+        "--decode", nargs="+", metavar="BxL",
+        help="sequences x keys of each, one new token included; default of both: a few that are usual on the device",
+    )  # fmt: skip
+    group.add_argument(
+        "--prefill", nargs="+", metavar="BxT[+C]", help="sequences x new tokens of each, behind C cached ones"
+    )
+    kernels.add_argument(
+        "--rounds", type=positive, default=20, metavar="N",
+        help="rounds over pages larger than the cache, with medians (default: 20)",
+    )  # fmt: skip
+    add_json(kernels)
+
+
+def heads(text: str) -> tuple[int, int]:
+    """Read numbers of query heads and of key-value heads."""
+    num_heads, _, num_kv_heads = text.partition("/")
+    try:
+        pair = positive(num_heads), positive(num_kv_heads)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be query heads/key-value heads, got {text!r}") from None
+    if pair[0] % pair[1]:
+        raise argparse.ArgumentTypeError(f"{pair[0]} heads cannot share {pair[1]} key-value heads evenly")
+    return pair
 
 
 def objective(text: str) -> tuple[str, float]:

@@ -10,7 +10,7 @@ from aserve.bench.clients import RequestTiming
 from aserve.bench.report import percentile
 from aserve.bench.summary import Window, e2e_ms, tpot_ms, ttft_ms
 
-WIDTH, PANEL_HEIGHT, MARGIN_LEFT, MARGIN_TOP, MARGIN_BOTTOM = 720, 200, 70, 36, 40
+WIDTH, PANEL_HEIGHT, MARGIN_LEFT, MARGIN_TOP, MARGIN_BOTTOM = 720, 200, 80, 44, 32
 NUM_BINS = 60
 NUM_TICKS = 5
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0")
@@ -38,10 +38,17 @@ class Axis:
         if self.is_log:
             powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
             return [10.0**power for power in powers]
-        return [self.low + (self.high - self.low) * tick / NUM_TICKS for tick in range(NUM_TICKS + 1)]
+        step = _round_step((self.high - self.low) / NUM_TICKS)
+        return [step * tick for tick in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
 
     def _scaled(self, value: float) -> float:
         return math.log10(max(value, self.low)) if self.is_log else value
+
+
+def _round_step(least: float) -> float:
+    """Return the smallest of 1, 2, 5 times a power of ten that is at least ``least``."""
+    power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
+    return next((factor * power for factor in (1, 2, 5) if factor * power >= least), 10 * power)
 
 
 def plot_run(timings: Sequence[RequestTiming], whole: Window, steady: Window, title: str) -> str:
@@ -132,10 +139,10 @@ def _frame(x: Axis, y: Axis, caption: str) -> str:
     for tick in y.ticks():
         place = y.place(tick)
         parts.append(f'<line class="grid" x1="{x.start_px}" x2="{x.end_px}" y1="{place:.1f}" y2="{place:.1f}"/>')
-        parts.append(f'<text x="{x.start_px - 6}" y="{place + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
+        parts.append(f'<text x="{x.start_px - 6}" y="{place + 4:.1f}" text-anchor="end">{tick:,.6g}</text>')
     for tick in x.ticks():
         place = x.place(tick)
-        parts.append(f'<text x="{place:.1f}" y="{y.start_px + 16}" text-anchor="middle">{tick:.4g}</text>')
+        parts.append(f'<text x="{place:.1f}" y="{y.start_px + 16}" text-anchor="middle">{tick:,.6g}</text>')
     corners = f'x1="{x.start_px}" x2="{x.end_px}" y1="{y.start_px}" y2="{y.start_px}"'
     return "".join(parts) + f'<line class="axis" {corners}/>'
 

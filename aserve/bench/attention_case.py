@@ -1,0 +1,189 @@
+"""One step of attention over a paged pool, with the dense reference to hold a backend against."""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aserve.attention.base import (
+    AttentionBatch,
+    AttentionKind,
+    AttentionProblem,
+    AttentionSpec,
+    KVOrder,
+    LayerKV,
+    Phase,
+)
+
+SHAPE = re.compile(r"(\d+)x(\d+)(?:\+(\d+))?")
+MAX_SCORES = 1 << 26  # float32 scores held at once by the reference: 256 MiB
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """``batch`` sequences alike, each computing ``query_len`` tokens behind ``cached_len`` that are there already."""
+
+    phase: Phase
+    batch: int
+    query_len: int
+    cached_len: int
+
+    @classmethod
+    def parse(cls, phase: Phase, text: str) -> "StepShape":
+        """Read "128x1024": for decode the keys of each sequence, for prefill its new tokens, perhaps "+cached".
+
+        Raises ValueError for anything else.
+        """
+        match = SHAPE.fullmatch(text)
+        batch, length, cached = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
+        if not batch or not length or (phase == "decode" and "+" in text):
+            wanted = "BATCHxKEYS" if phase == "decode" else "BATCHxTOKENS or BATCHxTOKENS+CACHED"
+            raise ValueError(f"{text!r} is not {wanted}")
+        return cls(phase, batch, 1, length - 1) if phase == "decode" else cls(phase, batch, length, cached)
+
+    @property
+    def key_len(self) -> int:
+        """Keys of each sequence, with those of this step."""
+        return self.cached_len + self.query_len
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return self.batch * self.query_len
+
+    def __str__(self) -> str:
+        if self.phase == "decode":
+            return f"{self.batch}x{self.key_len}"
+        return f"{self.batch}x{self.query_len}" + (f"+{self.cached_len}" if self.cached_len else "")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSetup:
+    """What the cases of a run have in common."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """A plain layer."""
+        return AttentionSpec(0, self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
+
+    def problem(self, shape: StepShape) -> AttentionProblem:
+        """What a backend is asked at start."""
+        spec = self.spec
+        kind = AttentionKind(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale)
+        is_cuda = self.device.type == "cuda"
+        return AttentionProblem(
+            device_type=self.device.type,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            page_size=self.page_size,
+            kinds=(kind,),
+            capability=torch.cuda.get_device_capability(self.device) if is_cuda else (0, 0),
+            max_num_seqs=shape.batch,
+            max_num_tokens=shape.num_tokens,
+        )
+
+    def moved_bytes(self, shape: StepShape) -> int:
+        """Bytes that no kernel can save: queries and output once, every key and value once."""
+        queries = 2 * shape.num_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
+        keys = 2 * shape.batch * shape.key_len * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
+        return queries + keys
+
+    def operations(self, shape: StepShape) -> int:
+        """Multiplications and additions of both matrix products, hidden keys left out."""
+        seen = sum(range(shape.cached_len + 1, shape.key_len + 1))
+        return 4 * shape.batch * seen * self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Queries [T, H, D] and pages in random order."""
+
+    setup: AttentionSetup
+    batch: AttentionBatch
+    queries: Tensor
+    layer_kv: LayerKV
+
+    def in_order(self, order: KVOrder) -> LayerKV:
+        """Return the pages as they lie in the memory of a pool of ``order``, in memory of their own."""
+        key, value = self.layer_kv.key, self.layer_kv.value
+        if order == "NHD":
+            return LayerKV(key.clone(), value.clone())
+        return LayerKV(_head_first(key), _head_first(value))
+
+    def reference(self) -> Tensor:
+        """Return the output [T, H, D] computed in float32 from the same rounded inputs, densely, in plain torch."""
+        outputs, start = [], 0
+        for seq, (query_len, key_len) in enumerate(zip(self.batch.query_lens, self.batch.key_lens, strict=True)):
+            keys, values = (self._gather(pool, seq, key_len) for pool in (self.layer_kv.key, self.layer_kv.value))
+            queries = self.queries[start : start + query_len].float()
+            outputs.append(_attend(queries, keys, values, self.setup))
+            start += query_len
+        return torch.cat(outputs)
+
+    def _gather(self, pool: Tensor, seq: int, key_len: int) -> Tensor:
+        """Return [L, K, D] float32 of one sequence."""
+        pages = self.batch.page_table[seq].long()
+        rows = pool.view(torch.uint8)[pages].view(pool.dtype)  # float8 tensors cannot be indexed
+        return rows.flatten(0, 1)[:key_len].float()
+
+
+def _head_first(pool: Tensor) -> Tensor:
+    """Return a copy of ``pool`` with the same axes in which a head's tokens lie together."""
+    return pool.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, setup: AttentionSetup) -> Tensor:
+    num_queries, num_keys, group = len(queries), len(keys), setup.num_heads // setup.num_kv_heads
+    block = max(1, MAX_SCORES // (setup.num_heads * num_keys))
+    outputs = []
+    for first in range(0, num_queries, block):
+        part = queries[first : first + block]
+        last_keys = torch.arange(first, first + len(part), device=part.device) + num_keys - num_queries
+        grouped = part.view(len(part), setup.num_kv_heads, group, setup.head_dim).permute(1, 2, 0, 3)  # [K, G, B, D]
+        scores = grouped @ keys.permute(1, 2, 0).unsqueeze(1) * setup.spec.scale
+        is_hidden = torch.arange(num_keys, device=part.device) > last_keys.unsqueeze(1)
+        weights = scores.masked_fill(is_hidden, float("-inf")).softmax(-1)
+        output = weights @ values.permute(1, 0, 2).unsqueeze(1)  # [K, G, B, D]
+        outputs.append(output.permute(2, 0, 1, 3).reshape(len(part), setup.num_heads, setup.head_dim))
+    return torch.cat(outputs)
+
+
+def make_case(setup: AttentionSetup, shape: StepShape) -> AttentionCase:
+    """Draw a case, the same each time."""
+    generator = torch.Generator(setup.device).manual_seed(SEED)
+    width = -(-shape.key_len // setup.page_size)
+    num_pages = shape.batch * width
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=setup.device).to(setup.dtype)
+
+    pages = torch.randperm(num_pages, generator=generator, device=setup.device).to(torch.int32)
+    pool_size = (num_pages, setup.page_size, setup.num_kv_heads, setup.head_dim)
+    lens = {"query": [shape.query_len] * shape.batch, "key": [shape.key_len] * shape.batch}
+    starts = {
+        name: torch.tensor([0, *values], device=setup.device).cumsum(0, dtype=torch.int32)
+        for name, values in lens.items()
+    }
+    batch = AttentionBatch(
+        query_lens=lens["query"],
+        key_lens=lens["key"],
+        num_decodes=shape.batch if shape.phase == "decode" else 0,
+        cu_query_lens=starts["query"],
+        key_lens_device=torch.tensor(lens["key"], dtype=torch.int32, device=setup.device),
+        page_table=pages.view(shape.batch, width),
+        page_size=setup.page_size,
+        cu_key_lens=starts["key"] if shape.cached_len else starts["query"],
+    )
+    queries = draw(shape.num_tokens, setup.num_heads, setup.head_dim)
+    layer_kv = LayerKV(draw(*pool_size).to(setup.kv_dtype), draw(*pool_size).to(setup.kv_dtype))
+    return AttentionCase(setup, batch, queries, layer_kv)
