@@ -14,6 +14,7 @@ from aserve import __version__
 from aserve.bench.flags import add_bench
 from aserve.config import API_KEY_VARIABLE, Config, load_config, setting_fields
 from aserve.errors import AserveError
+from aserve.flag_parser import FlagParser
 from aserve.flags import CONFIG_VARIABLE, add_command, add_settings
 from aserve.log import configure_logging
 
@@ -46,7 +47,7 @@ def read_config(arguments: argparse.Namespace) -> Config:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser with all subcommands, defaults and units included in the help."""
-    parser = argparse.ArgumentParser(prog="aserve", description="Serve a large language model from one event loop.")
+    parser = FlagParser(prog="aserve", description="Serve a large language model from one event loop.")
     parser.add_argument("--version", action="version", version=f"aserve {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 

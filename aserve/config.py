@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from aserve.builtin_models import BUILTIN_MODELS
 from aserve.errors import ConfigError
+from aserve.suggestion import did_you_mean
 
 API_KEY_VARIABLE = "ASERVE_API_KEY"
 
@@ -121,8 +122,10 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Mapping[
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for source in (_read_toml(path) if path else {}, overrides or {}):
         for section, settings in source.items():
-            if section not in SECTIONS or not isinstance(settings, Mapping):
-                raise ConfigError(f"unknown section [{section}]; known: {', '.join(SECTIONS)}")
+            if section not in SECTIONS:
+                raise ConfigError(f"unknown section [{section}]{_suggest_section(section)}")
+            if not isinstance(settings, Mapping):
+                raise ConfigError(f"[{section}] must be a table of settings, got {settings!r}")
             values[section].update(settings)
     return Config(**{name: _build(cls, name, values[name]) for name, cls in SECTIONS.items()})
 
@@ -136,8 +139,16 @@ def _read_toml(path: str | Path) -> dict[str, Any]:
 
 def _build(cls: type, section: str, values: Mapping[str, Any]) -> Any:
     if unknown := sorted(set(values) - set(_types_of(section))):
-        raise ConfigError(f"unknown setting {section}.{unknown[0]}; known: {', '.join(_types_of(section))}")
+        known = _types_of(section)
+        hint = did_you_mean(unknown[0], known) or f"; known: {', '.join(known)}"
+        raise ConfigError(f"unknown setting {section}.{unknown[0]}{hint}")
     return cls(**values)
+
+
+def _suggest_section(name: str) -> str:
+    """Say which section was meant, or in which one a setting belongs that stands in none."""
+    places = {key: f"; it belongs in [{section}]" for section in SECTIONS for key in _types_of(section)}
+    return places.get(name) or did_you_mean(name, SECTIONS) or f"; known: {', '.join(SECTIONS)}"
 
 
 @functools.cache

@@ -56,6 +56,13 @@ def test_the_environment_gives_the_key_and_a_flag_wins(monkeypatch: pytest.Monke
         ("[server]\nport = 70000", "server.port"),
         ("[server]\nallowed_origins = 'x'", "server.allowed_origins"),
         ("[engine\n", "cannot read"),
+        ("engine = 3", "[engine] must be a table"),
+        ("[engine]\nmax_num_seq = 3", "did you mean max_num_seqs?"),
+        ("[engine]\npage-size = 3", "did you mean page_size?"),
+        ("[engine]\nzebra = 3", "known: model, "),
+        ("[sever]\nport = 3", "did you mean server?"),
+        ("page_size = 3", "it belongs in [engine]"),
+        ("port = 3", "it belongs in [server]"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
@@ -93,6 +100,31 @@ def test_values_are_stored_in_their_own_type() -> None:
 def test_the_command_line_reports_a_wrong_setting_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--config", "/no/such/file.toml"]) == 2
     assert "/no/such/file.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["serve", "--prot", "9"], "aserve serve: error: unknown flag --prot; did you mean --port?"),
+        (["serve", "--max-model-length=9"], "unknown flag --max-model-length; did you mean --max-model-len?"),
+        (["serve", "--max_num_seqs", "9"], "unknown flag --max_num_seqs; did you mean --max-num-seqs?"),
+        (["generate", "--temprature", "0"], "unknown flag --temprature; did you mean --temperature?"),
+        (["bench", "serve", "--concurency", "9"], "aserve bench serve: error: unknown flag --concurency; did you"),
+        (["serve", "--zebra"], "aserve serve: error: unknown flag --zebra\n"),
+        (["serve", "a", "b"], "aserve serve: error: unexpected argument 'b'\n"),
+        (["srve"], "invalid choice: 'srve' (choose from "),
+    ],
+)
+def test_a_mistyped_flag_is_answered_in_two_lines_with_what_was_meant(
+    argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert expected in message
+    assert message.count("\n") == 2
+    assert "--help`" in message
 
 
 @pytest.mark.parametrize("section", ["engine", "server"])
