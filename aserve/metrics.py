@@ -156,6 +156,7 @@ class Metrics:
 SOURCE_HELP = {
     "num_requests_running": "Requests on a row of the batch.",
     "num_requests_waiting": "Requests that wait for a row.",
+    "steps_in_flight": "Steps launched whose tokens are not known yet; two while a step is prepared ahead.",
     "kv_pages_free": "Pages that hold nothing.",
     "kv_pages_cached": "Pages that only the prefix cache holds; they can be evicted.",
     "kv_pages_held": "Pages that running requests hold.",

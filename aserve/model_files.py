@@ -70,8 +70,8 @@ def pick_gguf(names: Sequence[str], wanted: str | None) -> str | None:
     matching = [name for name in ggufs if wanted is None or wanted.lower() in name.lower()]
     if wanted in ggufs:
         matching = [wanted]
-    if any(SPLIT_GGUF.search(name) for name in matching):
-        raise ConfigError(f"{matching[0]} is one part of a split model; join the parts with gguf-split --merge")
+    for name in matching:
+        _refuse_part(name)
     return matching[0] if len(matching) == 1 else None
 
 
@@ -112,14 +112,16 @@ def _locate_local(path: Path) -> ModelFiles:
     if path.is_dir():
         return _locate_folder(path)
     if path.suffix.lower() == ".gguf":
-        if SPLIT_GGUF.search(path.name):
-            raise ConfigError(
-                f"{path} is one part of a split model; join the parts with llama.cpp's gguf-split --merge"
-            )
+        _refuse_part(str(path))
         return ModelFiles(path, "gguf", path.stem)
     if path.suffix in PICKLE_SUFFIXES:
         raise ConfigError(f"{path} is refused: {PICKLE_REFUSAL.format(names=path.name)}")
     raise ConfigError(f"{path} is not a model: expected a .gguf file, or a folder with config.json and safetensors")
+
+
+def _refuse_part(name: str) -> None:
+    if SPLIT_GGUF.search(name):
+        raise ConfigError(f"{name} is one part of a split model; join the parts with llama.cpp's gguf-split --merge")
 
 
 def _locate_folder(folder: Path) -> ModelFiles:

@@ -184,7 +184,7 @@ async def running_engine(runner: ScriptedRunner, tokenizer: Any = None, **settin
     async with engine:
         yield engine
         assert engine._steps is not None
-        if engine.failure is None and not engine._steps.num_in_flight:
+        if engine.failure is None and not engine.stats().scheduler.num_in_flight:
             engine._steps.scheduler.check_integrity()
     assert asyncio.all_tasks() == before
 

@@ -100,7 +100,7 @@ class Live:
         """Wait until the engine has no request; then nothing may be held."""
         steps = self.engine._steps
         assert steps is not None
-        await until(lambda: not steps.streams and not steps.num_in_flight, timeout_s)
+        await until(lambda: not steps.streams and not steps.scheduler.num_in_flight, timeout_s)
         self.check_clean()
 
     def check_clean(self) -> None:

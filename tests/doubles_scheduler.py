@@ -106,7 +106,7 @@ class DeviceDouble:
         self.slots = [POISON] * (limits.num_pages * limits.page_size)
         num_pages = -(-limits.max_model_len // limits.page_size)
         self.page_table = [[-1] * num_pages for _ in range(limits.max_num_seqs)]
-        self.token_pool = [[-1] * limits.max_model_len for _ in range(limits.max_num_seqs)]
+        self.token_pool = [[-1] * (limits.max_model_len + 1) for _ in range(limits.max_num_seqs)]
         self.histories: list[list[int]] = [[] for _ in range(limits.max_num_seqs)]
         self.starts: list[RowStart | None] = [None] * limits.max_num_seqs
         self.pending: deque[StepPlan] = deque()
@@ -138,7 +138,7 @@ class DeviceDouble:
         for start in plan.row_starts:
             self.starts[start.row] = start
             self.histories[start.row] = []
-            self.token_pool[start.row] = start.token_ids + [-1] * (self.limits.max_model_len - len(start.token_ids))
+            self.token_pool[start.row] = start.token_ids + [-1] * (self.limits.max_model_len + 1 - len(start.token_ids))
         for row, index, page in plan.page_updates:
             self.page_table[row][index] = page
         tokens = StepTokens(plan.step_id, [], logprobs=[], prompt_logprobs={})

@@ -110,7 +110,7 @@ class Live:
         steps = self.engine._steps
         assert steps is not None
         deadline = time.monotonic() + timeout_s
-        while self.engine.stats().num_open or steps.num_in_flight:
+        while self.engine.stats().num_open or steps.scheduler.num_in_flight:
             assert time.monotonic() < deadline, f"not idle: {self.engine.stats()}"
             await asyncio.sleep(0.005)
         steps.scheduler.check_integrity()

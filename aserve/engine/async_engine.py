@@ -344,10 +344,10 @@ class AsyncEngine:
         """Look at each token of a prompt once, though the choices of a request bring it again and again."""
         if request.request_id in steps.streams:
             raise ClientError(f"request id {request.request_id!r} is in use", param="request_id")
+        check_length(request, self.limits)
         prompt = request.prompt_token_ids
         if prompt is self._checked_prompt:
             return
-        check_length(prompt, self.limits)
         if not {int}.issuperset(map(type, prompt)):
             raise ClientError("the prompt must be a list of integers", param="prompt")
         check_tokens(prompt, self.limits)

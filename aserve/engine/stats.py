@@ -25,6 +25,7 @@ class EngineStats:
         return {
             "num_requests_running": self.num_running,
             "num_requests_waiting": self.num_waiting,
+            "steps_in_flight": self.scheduler.num_in_flight,
             "kv_pages_free": pages.num_free_pages,
             "kv_pages_cached": pages.num_cached_pages,
             "kv_pages_held": pages.num_held_pages,

@@ -80,11 +80,6 @@ class StepLoop:
         self._has_committed = False  # since the last launch or rest
         self._is_stopping = False
 
-    @property
-    def num_in_flight(self) -> int:
-        """Steps launched and not yet committed."""
-        return len(self._flights)
-
     def waited_s(self) -> float:
         """Return for how long the oldest launched step has been the device's only concern; 0 if there is none."""
         if not self._flights or self._flights[0].future.done():

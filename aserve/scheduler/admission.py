@@ -9,19 +9,22 @@ from aserve.scheduler.limits import Limits
 
 def check_request(request: Request, limits: Limits) -> None:
     """Raise ClientError if ``request`` names an unknown token in its parameters or can never fit."""
-    check_length(request.prompt_token_ids, limits)
+    check_length(request, limits)
     request.params.check_vocabulary(limits.vocab_size)
 
 
-def check_length(prompt: Sequence[int], limits: Limits) -> None:
-    """Raise ClientError if ``prompt`` is empty or, with a token of output, too long."""
-    if not prompt:
+def check_length(request: Request, limits: Limits) -> None:
+    """Raise ClientError if the prompt is empty or, with a token of output where one is wanted, too long."""
+    num_tokens = len(request.prompt_token_ids)
+    if not num_tokens:
         raise ClientError("the prompt has no tokens", param="prompt")
     longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
-    if len(prompt) + 1 > longest:
+    is_only_scored = request.params.max_tokens == 0
+    if num_tokens + (not is_only_scored) > longest:
         limit = "context length" if longest == limits.max_model_len else "room for keys and values"
+        cause = "it" if is_only_scored else "with one token of output it"
         raise ClientError(
-            f"the prompt has {len(prompt)} tokens; with one token of output it exceeds the {limit} of {longest} tokens",
+            f"the prompt has {num_tokens} tokens; {cause} exceeds the {limit} of {longest} tokens",
             param="prompt",
             code="context_length_exceeded",
         )

@@ -53,7 +53,6 @@ class Scheduler:
         self._launched_step = 0
         self._committed_step = 0
         self._num_arrivals = 0
-        self._num_finished = dict.fromkeys(FinishReason, 0)
 
     @property
     def num_waiting(self) -> int:
@@ -98,7 +97,6 @@ class Scheduler:
             num_preemptions=self._planner.num_preemptions,
             num_prefix_tokens_queried=self._memory.num_tokens_queried,
             num_prefix_tokens_hit=self._memory.num_tokens_hit,
-            num_finished=self._num_finished.copy(),
         )
 
     def add(self, request: Request, *, are_tokens_checked: bool = False) -> None:
@@ -239,6 +237,5 @@ class Scheduler:
         is_running = seq.status is not Status.WAITING
         seq.status = Status.FINISHED
         del self._sequences[seq.request_id]
-        self._num_finished[reason] += 1
         if is_running:
             self._memory.retire(seq, self._committed_step, keep=reason is not FinishReason.ERROR)

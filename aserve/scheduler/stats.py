@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from aserve.request import FinishReason
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
@@ -19,4 +17,3 @@ class SchedulerStats:
     num_preemptions: int
     num_prefix_tokens_queried: int  # tokens of admitted sequences that were looked up in the prefix cache
     num_prefix_tokens_hit: int
-    num_finished: dict[FinishReason, int]

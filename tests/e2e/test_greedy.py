@@ -6,22 +6,30 @@ best logits lie within 1e-3 of each other another token is no error, and that pr
 """
 
 import asyncio
+import functools
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from aserve.config import EngineConfig
 from aserve.engine.async_engine import AsyncEngine
+from aserve.kernels.choose import choose_operators
+from aserve.model_files import ModelFiles
 from aserve.request import SamplingParams
 from aserve.scheduler.stats import SchedulerStats
+from aserve.tokenizer.load import load_tokenizer
+from aserve.tokenizer.tokenizer import Tokenizer
+from aserve.weights.load import LoadedModel, load_model
 
 REFERENCE = Path(__file__).resolve().parent.parent / "reference" / "greedy_reference.json"
+MakeEngine = Callable[[EngineConfig], AsyncEngine]
 MIN_MARGIN = 1e-3
 MIN_COMPARED = 0.9
 
@@ -97,21 +105,47 @@ def reference() -> list[dict[str, Any]]:
     return prompts
 
 
+@pytest.fixture(scope="module")
+def loaded_model(demo_files: ModelFiles) -> LoadedModel:
+    cpu = torch.device("cpu")
+    operators = choose_operators(cpu)
+    return load_model(demo_files, device=cpu, dtype=torch.float32, quantization="none", operators=operators)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_files: ModelFiles) -> Tokenizer:
+    return load_tokenizer(demo_files)
+
+
+@pytest.fixture
+def make_engine(loaded_model: LoadedModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
+    """Engines as they always are built, around weights that were read once for all cases."""
+
+    def reuse_model(*_: Any, dtype: torch.dtype, quantization: str, **__: Any) -> LoadedModel:
+        assert (dtype, quantization) == (torch.float32, "none")
+        return loaded_model
+
+    monkeypatch.setattr("aserve.runner.build.load_model", reuse_model)
+    return functools.partial(AsyncEngine, tokenizer=tokenizer)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", [*single_factors(), *random_combinations(6)], ids=str)
-def test_greedy_tokens_equal_transformers(case: Case, reference: list[dict[str, Any]]) -> None:
-    check(case, reference)
+def test_greedy_tokens_equal_transformers(case: Case, make_engine: MakeEngine, reference: list[dict[str, Any]]) -> None:
+    check(case, make_engine, reference)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", grid(), ids=str)
-def test_greedy_tokens_equal_transformers_on_the_whole_grid(case: Case, reference: list[dict[str, Any]]) -> None:
-    check(case, reference)
+def test_greedy_tokens_equal_transformers_on_the_whole_grid(
+    case: Case, make_engine: MakeEngine, reference: list[dict[str, Any]]
+) -> None:
+    check(case, make_engine, reference)
 
 
-def check(case: Case, reference: list[dict[str, Any]]) -> None:
+def check(case: Case, make_engine: MakeEngine, reference: list[dict[str, Any]]) -> None:
     """Run all prompts and compare by the margin rule."""
-    outputs, stats = asyncio.run(complete(case, reference))
+    outputs, stats = asyncio.run(complete(case, make_engine, reference))
     num_preemptions = stats.num_preemptions
     assert bool(num_preemptions) == (case.small_pool and case.batched), "preemption is what the small pool is for"
     if not case.small_pool and (not case.batched or case.chunk < 4096):  # else all prompts start in one step
@@ -125,10 +159,12 @@ def check(case: Case, reference: list[dict[str, Any]]) -> None:
     assert num_compared >= MIN_COMPARED * 64 * len(reference)
 
 
-async def complete(case: Case, reference: list[dict[str, Any]]) -> tuple[list[list[int]], SchedulerStats]:
+async def complete(
+    case: Case, make_engine: MakeEngine, reference: list[dict[str, Any]]
+) -> tuple[list[list[int]], SchedulerStats]:
     """Return the tokens of each prompt and the counts at the end."""
     longest = max(len(prompt["prompt_token_ids"]) for prompt in reference) + 64
-    async with AsyncEngine(case.config(longest)) as engine:
+    async with make_engine(case.config(longest)) as engine:
         prompts = [prompt["prompt_token_ids"] for prompt in reference]
         if case.batched:
             outputs = await asyncio.gather(*(one(engine, prompt) for prompt in prompts))

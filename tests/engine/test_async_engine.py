@@ -78,7 +78,7 @@ async def test_leaving_the_generator_aborts_once_and_a_normal_end_does_not():
             await collect(engine, "abc", SamplingParams(max_tokens=2))
         stats = engine.stats()
         assert (stats.num_aborts, stats.num_open, stats.num_running, stats.num_waiting) == (10, 0, 0, 0)
-        await until(lambda: not engine._steps.num_in_flight)
+        await until(lambda: not engine.stats().scheduler.num_in_flight)
         stats = engine.stats().scheduler
         assert stats.num_held_pages == 0
 
@@ -188,7 +188,7 @@ async def test_a_sink_that_raises_is_told_that_its_request_failed_and_others_go_
         # the last output of "last" was counted before its sink raised
         assert engine.metrics.finished[FinishReason.ERROR] == 3
         assert engine.metrics.finished[FinishReason.LENGTH] == 2
-        await until(lambda: not engine._steps.num_in_flight)
+        await until(lambda: not engine.stats().scheduler.num_in_flight)
 
 
 class HoarseTokenizer(LetterTokenizer):
@@ -215,7 +215,7 @@ async def test_a_detokenizer_that_raises_fails_its_request():
         assert sink.error is not None
         assert sink.text == "ab"
         assert engine.metrics.finished[FinishReason.ERROR] == 1
-        await until(lambda: not engine._steps.num_in_flight)
+        await until(lambda: not engine.stats().scheduler.num_in_flight)
 
 
 async def test_a_deaf_sink_does_not_keep_a_failure_from_the_others():
@@ -333,7 +333,7 @@ async def test_what_the_process_had_is_restored():
         await anext(stream)
         assert not gc.isenabled()
         await stream.aclose()
-        await until(lambda: not engine._steps.num_in_flight)
+        await until(lambda: not engine.stats().scheduler.num_in_flight)
         await settle()
         assert gc.isenabled()
     assert (sys.getswitchinterval(), gc.isenabled(), gc.get_freeze_count()) == before

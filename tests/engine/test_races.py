@@ -102,7 +102,7 @@ async def test_a_stop_string_ends_the_request_though_more_tokens_are_on_their_wa
         assert (sink.text, sink.finish_reason) == ("one, ", FinishReason.STOP)
         assert sink.outputs[-1].stop_reason == "two"
         assert sink.outputs[-1].num_output_tokens == len("one, two") == len(sink.token_ids)
-        assert engine.stats().scheduler.num_finished[FinishReason.STOP] == 1
+        assert engine.metrics.finished[FinishReason.STOP] == 1
 
 
 async def test_a_new_request_may_take_the_id_of_one_that_just_ended():

@@ -14,16 +14,18 @@ def make_scheduler(max_queued_requests: int = 4, policy: str = "fcfs", **limits:
 
 
 @pytest.mark.parametrize(
-    ("limits", "longest"),
+    ("limits", "room"),
     [
-        ({"max_model_len": 20}, 19),
-        ({"num_pages": 5}, 19),  # 5 pages of 4 tokens
-        ({"num_pages": 5, "max_model_len": 10}, 9),
+        ({"max_model_len": 20}, 20),
+        ({"num_pages": 5}, 20),  # 5 pages of 4 tokens
+        ({"num_pages": 5, "max_model_len": 10}, 10),
     ],
 )
 @pytest.mark.parametrize("max_tokens", [0, 1, None])
-def test_the_longest_prompt_runs_and_one_more_token_is_refused(limits, longest, max_tokens) -> None:
+def test_the_longest_prompt_runs_and_one_more_token_is_refused(limits, room, max_tokens) -> None:
+    """A prompt that is only scored may fill all of the room, another leaves a place for a token of output."""
     loop = StepLoop(make_limits(**limits))
+    longest = room if max_tokens == 0 else room - 1
     loop.add(make_request("fits", [1] * longest, max_tokens=max_tokens))
     with pytest.raises(ClientError, match=f"{longest + 1} tokens") as refusal:
         loop.add(make_request("too long", [1] * (longest + 1), max_tokens=max_tokens))

@@ -5,7 +5,6 @@ import itertools
 import pytest
 from doubles_scheduler import StepLoop, make_limits, make_request, run_alone
 
-from aserve.request import FinishReason
 from aserve.scheduler.plan import StepTokens
 
 
@@ -118,18 +117,6 @@ def test_an_id_may_return_while_its_aborted_namesake_is_in_flight() -> None:
     loop.run()
     loop.check_outcomes()
     assert len(outcome.token_ids) == 8
-
-
-def test_abort_counts_by_reason() -> None:
-    loop = StepLoop(make_limits())
-    for name in ("queued", "stopped"):
-        loop.add(make_request(name, range(5)))
-    loop.turn()
-    assert loop.scheduler.abort("stopped", FinishReason.STOP)
-    assert loop.scheduler.abort("queued")
-    loop.run()
-    finished = loop.scheduler.stats().num_finished
-    assert finished == {"stop": 1, "length": 0, "abort": 1, "error": 0}
 
 
 def test_commit_refuses_a_step_out_of_order() -> None:

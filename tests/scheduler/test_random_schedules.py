@@ -1,6 +1,7 @@
 """10,000 random schedules against each request run alone: aborts, tiny pools, overlap, preemption, shared prompts."""
 
 import random
+from collections import Counter
 
 import pytest
 from doubles_scheduler import StepLoop
@@ -26,7 +27,8 @@ def make_limits(rng: random.Random) -> Limits:
 
 
 def make_request(rng: random.Random, limits: Limits, number: int, prompts: list[tuple[int, ...]]) -> Request:
-    longest = min(limits.max_model_len, limits.num_pages * limits.page_size) - 1
+    max_tokens = rng.choice((None, 0, 1, 2, 5, 9, 12, 20))
+    longest = min(limits.max_model_len, limits.num_pages * limits.page_size) - (max_tokens != 0)
     if prompts and rng.random() < 0.5:
         prompt = rng.choice(prompts)
         prompt = (prompt[: rng.randint(1, len(prompt))] if rng.random() < 0.4 else prompt) + tuple(
@@ -37,7 +39,7 @@ def make_request(rng: random.Random, limits: Limits, number: int, prompts: list[
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, rng.choice((4, 6, 8, longest)))))[:longest]
     prompts.append(prompt)
     params = SamplingParams(
-        max_tokens=rng.choice((None, 0, 1, 2, 5, 9, 12, 20)),
+        max_tokens=max_tokens,
         min_tokens=rng.choice((0, 0, 2)),
         ignore_eos=rng.random() < 0.7,
         stop_token_ids=(3,) if rng.random() < 0.1 else (),
@@ -74,13 +76,14 @@ def run_schedule(seed: int) -> dict[str, int]:
     loop.check_idle()
     loop.check_outcomes()
     stats = loop.scheduler.stats()
+    ends = Counter("abort" if outcome.is_aborted else outcome.finish_reason for outcome in loop.outcomes.values())
     return {
         "preempted": stats.num_preemptions,
         "hit": stats.num_prefix_tokens_hit,
-        "aborted": stats.num_finished["abort"],
-        "failed": stats.num_finished["error"],
-        "stopped": stats.num_finished["stop"],
-        "cut": stats.num_finished["length"],
+        "aborted": ends["abort"],
+        "failed": ends["error"],
+        "stopped": ends["stop"],
+        "cut": ends["length"],
     }
 
 
