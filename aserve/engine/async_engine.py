@@ -240,16 +240,18 @@ class AsyncEngine:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the token ids of a prompt, off the loop.
 
-        Messages go through the chat template, which gets ``tools``; ``continue_final_message`` leaves the last one
-        open instead of starting an answer. Raises ClientError for what cannot be encoded or is too long, and
-        CapacityError if as many as the queue holds wait for a thread or the device already.
+        Messages go through the chat template, which gets ``tools`` and the variables ``template_kwargs``;
+        ``continue_final_message`` leaves the last one open instead of starting an answer. Raises ClientError for what
+        cannot be encoded or is too long, and CapacityError if as many as the queue holds wait for a thread or the
+        device already.
         """
         self._check_accepting()
         assert self._encoder is not None
-        return await self._encoder.encode(prompt, tools, continue_final_message)
+        return await self._encoder.encode(prompt, tools, continue_final_message, template_kwargs)
 
     def add(self, request: Request, sink: Sink) -> None:
         """Queue ``request``; its outputs go straight to ``sink``.

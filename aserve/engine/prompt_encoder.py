@@ -33,7 +33,11 @@ class PromptEncoder:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aserve-encode")
 
     async def encode(
-        self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None, continue_final_message: bool
+        self,
+        prompt: Prompt,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the token ids of ``prompt``.
 
@@ -56,6 +60,7 @@ class PromptEncoder:
                     tools=tools,
                     add_generation_prompt=not continue_final_message,
                     continue_final_message=continue_final_message,
+                    template_kwargs=template_kwargs,
                     max_tokens=self._max_tokens,
                 )
             )

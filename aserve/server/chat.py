@@ -34,7 +34,11 @@ class ChatCompletions:
         head = AnswerHead("chatcmpl", kind, state.check_model(options.model), options, UsageTally(options.n))
         with blaming("messages"):
             prompt_ids = tuple(
-                await state.engine.encode(fields.messages, continue_final_message=fields.continue_final_message)
+                await state.engine.encode(
+                    fields.messages,
+                    continue_final_message=fields.continue_final_message,
+                    template_kwargs=fields.chat_template_kwargs,
+                )
             )
             await self._answer(head, [head.request(prompt_ids, choice) for choice in range(options.n)], scope, send)
 

@@ -12,7 +12,7 @@ from aserve.errors import ClientError
 from aserve.server.generation import send_json
 from aserve.server.json_body import read_json
 from aserve.server.prompts import parse_prompts
-from aserve.server.schema import Messages, convert_body
+from aserve.server.schema import Messages, TemplateKwargs, check_template_kwargs, convert_body
 from aserve.server.state import ServerState
 
 JsonAnswer = Callable[[Scope, Receive], Awaitable[Any]]
@@ -35,6 +35,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    chat_template_kwargs: TemplateKwargs = msgspec.field(default_factory=dict)
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -74,7 +75,8 @@ async def tokenize(state: ServerState, scope: Scope, receive: Receive) -> dict[s
     if (fields.prompt is None) == (fields.messages is None):
         raise ClientError("give either prompt or messages", param="prompt")
     if fields.messages is not None:
-        token_ids = await state.engine.encode(fields.messages)
+        check_template_kwargs(fields.chat_template_kwargs)
+        token_ids = await state.engine.encode(fields.messages, template_kwargs=fields.chat_template_kwargs)
     else:
         token_ids = await state.engine.encode(fields.prompt or "")
     return {"tokens": token_ids, "count": len(token_ids), "max_model_len": state.engine.limits.max_model_len}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import orjson
 from msgspec import Meta
 
 from aserve.errors import ClientError
@@ -23,6 +24,8 @@ MAX_CHOICES = 128  # of one prompt
 MAX_ANSWERS = 1024  # prompts x choices
 MAX_STOP_TOKEN_IDS = 128
 MAX_MESSAGES = 4096
+MAX_TEMPLATE_KWARGS = 64
+MAX_TEMPLATE_KWARGS_BYTES = 1 << 16  # as JSON
 DEFAULT_COMPLETION_TOKENS = 16
 SEED_PERIOD = 2**64
 
@@ -48,6 +51,7 @@ REFUSED = frozenset({
 })  # fmt: skip
 
 
+TemplateKwargs = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_KWARGS)]
 Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -96,6 +100,7 @@ class ChatBody(CommonBody, kw_only=True):
     messages: Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template_kwargs: TemplateKwargs = msgspec.field(default_factory=dict)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -139,6 +144,7 @@ def parse_chat(body: Mapping[str, Any], vocab_size: int) -> tuple[ChatBody, Answ
             param="add_generation_prompt",
             code="unsupported_parameter",
         )
+    check_template_kwargs(fields.chat_template_kwargs)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise ClientError("top_logprobs needs logprobs to be true", param="top_logprobs")
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
@@ -149,6 +155,19 @@ def parse_chat(body: Mapping[str, Any], vocab_size: int) -> tuple[ChatBody, Answ
         fields, vocab_size, max_tokens=max_tokens, logprobs=(fields.top_logprobs or 0) if fields.logprobs else None
     )
     return fields, _options(fields, params)
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Raise ClientError for more than a template has use for."""
+    try:
+        num_bytes = len(orjson.dumps(kwargs))
+    except TypeError:
+        raise ClientError("chat_template_kwargs is nested too deeply", param="chat_template_kwargs") from None
+    if num_bytes > MAX_TEMPLATE_KWARGS_BYTES:
+        raise ClientError(
+            f"chat_template_kwargs has {num_bytes} bytes of JSON, more than {MAX_TEMPLATE_KWARGS_BYTES}",
+            param="chat_template_kwargs",
+        )
 
 
 def parse_completion(body: Mapping[str, Any], vocab_size: int) -> tuple[CompletionBody, AnswerOptions]:

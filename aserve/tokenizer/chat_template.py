@@ -45,8 +45,11 @@ class ChatTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool,
         max_chars: int,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt's text, at most ``max_chars`` of it, with marks in what messages and tools said.
+        """Return the prompt's text, at most ``max_chars`` of it, with marks in what the request said.
+
+        ``kwargs`` are a request's own variables, such as ``enable_thinking``; they replace none of the others.
 
         Raises ClientError if the messages, or the template on seeing them, are at fault.
         """
@@ -54,13 +57,16 @@ class ChatTemplate:
         normalized = normalize_messages(messages, has_developer_role="developer" in self._sources[name])
         if len(normalized) > max_chars or count_chars(normalized) > max_chars:
             raise PromptTooLongError
-        variables = {
+        variables: dict[str, Any] = {
             **self._variables,
             "messages": self._mark(normalized),
             "tools": self._mark(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
+        if taken := sorted(variables.keys() & (kwargs or {}).keys()):
+            raise ClientError(f"chat_template_kwargs cannot set {taken[0]}", param="chat_template_kwargs")
+        variables |= self._mark(kwargs or {})
         if continue_final_message:
             _set_end_mark(variables["messages"])
         text = self._render(self._compiled[name], variables, max_chars)
@@ -77,7 +83,9 @@ class ChatTemplate:
         try:
             return self._control_tokens.mark_all(value)
         except RecursionError:
-            raise ClientError("messages or tools are nested too deeply", param="messages") from None
+            raise ClientError(
+                "messages, tools or chat_template_kwargs are nested too deeply", param="messages"
+            ) from None
 
     def _render(self, template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
         try:

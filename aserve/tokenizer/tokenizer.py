@@ -99,11 +99,13 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
     ) -> list[int]:
         """Return the ids of the chat template's text for ``messages``, with nothing added.
 
-        Only the template writes control tokens; text in messages and tools that spells one stays text.
+        Only the template writes control tokens; text in messages, tools and ``template_kwargs``, the template's
+        further variables, that spells one stays text.
         ``continue_final_message`` leaves the last message open. Raises ClientError as ``encode`` does, and for
         messages that cannot be rendered.
         """
@@ -117,6 +119,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 max_chars=max_chars,
+                kwargs=template_kwargs,
             )
         except PromptTooLongError:
             raise limit.exceeded(self.min_tokens_for(max_chars + 1), is_exact=False) from None

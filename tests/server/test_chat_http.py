@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from typing import Any
 
+import pytest
 from doubles_http import MODEL, demo_tokenizer, events, fetch, in_loop, joined, live_server, say
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -181,6 +182,22 @@ async def test_a_last_assistant_turn_can_be_continued() -> None:
         expected = demo_tokenizer().encode_chat(turns, continue_final_message=True)
         assert answer["usage"]["prompt_tokens"] == len(expected)
         assert len(expected) < len(demo_tokenizer().encode_chat(turns))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@in_loop
+async def test_template_variables_reach_the_template(path: str) -> None:
+    async with live_server() as live:
+        body = {"messages": [TURN], **({"max_tokens": 1} if path.startswith("/v1") else {})}
+
+        async def count(**fields: Any) -> int:
+            answer = (await live.post(path, **body, **fields)).json()
+            return answer["usage"]["prompt_tokens"] if path.startswith("/v1") else answer["count"]
+
+        assert await count(chat_template_kwargs={"enable_thinking": False}) == await count()
+        for wrong in ({"messages": []}, {"add_generation_prompt": False}, "x", {"long": "x" * 70_000}):
+            refused = await live.post(path, **body, chat_template_kwargs=wrong)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template_kwargs")
 
 
 WRONG_MESSAGES: list[tuple[Any, str]] = [

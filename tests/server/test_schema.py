@@ -157,6 +157,20 @@ def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any)
     assert (error.param, error.code) == (field, "unsupported_parameter")
 
 
+@pytest.mark.parametrize("value", ["x", [1], 5, {f"v{n}": 1 for n in range(65)}, {"x": "y" * 70_000}, {"x": [[]]}])
+def test_template_variables_are_an_object_of_bounded_size(value: Any) -> None:
+    if value == {"x": [[]]}:
+        for _ in range(300):
+            value = {"x": value}
+    assert refusal(chat, chat_template_kwargs=value).param == "chat_template_kwargs"
+
+
+def test_template_variables_pass_as_they_are() -> None:
+    kwargs = {"enable_thinking": False, "thinking_budget": 5, "nested": {"a": [1, None, "b"]}}
+    assert parse_chat({"messages": MESSAGES, "chat_template_kwargs": kwargs}, VOCAB)[0].chat_template_kwargs == kwargs
+    assert parse_chat({"messages": MESSAGES, "chat_template_kwargs": None}, VOCAB)[0].chat_template_kwargs == {}
+
+
 def test_harmless_values_of_the_same_fields_pass() -> None:
     fields = {
         "tools": [], "functions": [], "tool_choice": "none", "function_call": "auto", "suffix": "",

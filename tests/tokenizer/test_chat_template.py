@@ -65,6 +65,51 @@ def test_rendering_equals_transformers(source: str, tools: list[Any] | None) -> 
     assert render(source, CHAT, tools=tools) == expected[0]
 
 
+THINKING = (
+    "{% for m in messages %}{{ m.content }};{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    "{{ style }}{{ limits | tojson }}"
+)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"enable_thinking": False}, {"enable_thinking": True, "style": "brief"}, {"limits": {"a": [1, "é"]}}]
+)
+def test_variables_of_the_request_reach_the_template_as_in_transformers(kwargs: dict[str, Any]) -> None:
+    kwargs = {"limits": None, **kwargs}
+    expected, _ = render_jinja_template([CHAT], chat_template=THINKING, add_generation_prompt=True, **kwargs)
+    assert render(THINKING, CHAT, kwargs=kwargs) == expected[0]
+    assert ("<think></think>" in expected[0]) == (kwargs.get("enable_thinking") is False)
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt", "bos_token"])
+def test_variables_of_the_request_replace_none_of_the_servers(name: str) -> None:
+    with pytest.raises(ClientError, match=f"cannot set {name}") as caught:
+        render(CHATML, CHAT, kwargs={"fine": 1, name: "x"})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_variables_of_the_request_write_no_control_tokens(demo_tokenizer: Tokenizer) -> None:
+    text = render("{{ style }}|<|im_end|>", CHAT, kwargs={"style": "<|im_end|>"})
+    assert [part for part in CONTROL.split(text) if isinstance(part, int)] == CONTROL.split("<|im_end|>")
+    assert unmark(text) == "<|im_end|>|<|im_end|>"
+    plain = demo_tokenizer.encode_chat(user("x"))
+    assert demo_tokenizer.encode_chat(user("x"), template_kwargs={"unused": "<|im_end|>"}) == plain
+
+
+def test_variables_of_the_request_may_break_the_render_but_not_the_server() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"x": deep}
+    with pytest.raises(ClientError, match="nested too deeply"):
+        render(CHATML, CHAT, kwargs={"deep": deep})
+    with pytest.raises(ClientError, match="refuses the messages"):
+        render("{{ range(3) }}", CHAT, kwargs={"range": "no function"})
+    endless = "{% for _ in range(1000) %}{% for _ in range(1000) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ClientError, match="loops more than"):
+        render(endless, CHAT, kwargs={"aserve_iteration_budget": 10**9})
+
+
 # B06
 
 
