@@ -50,6 +50,9 @@ def resolve_backend(
     if setting == "auto":
         return _choose(problem, device)
     names = _split(setting)
+    if len(names) == 2 and names[0] == names[1]:
+        logger.warning("attention backend %r names %s twice; it is used alone", setting, names[0])
+        names.pop()
     if not may_change_page_size:
         return _build(names, problem, device)
     refusals = []
@@ -64,13 +67,17 @@ def resolve_backend(
     raise ConfigError(refusals[0])
 
 
+def check_names(setting: str) -> None:
+    """Raise ConfigError if ``setting`` names what is unknown or refused on this machine, whatever the model."""
+    if setting != "auto":
+        for name in _split(setting):
+            BACKENDS.load(name)
+
+
 def _split(setting: str) -> list[str]:
     names = [name.strip() for name in setting.split(",")]
     if len(names) > 2 or not all(names):
         raise ConfigError(f"attention backend {setting!r}: write one name, or 'prefill,decode' with exactly one comma")
-    if len(names) == 2 and names[0] == names[1]:
-        logger.warning("attention backend %r names %s twice; it is used alone", setting, names[0])
-        names.pop()
     return names
 
 

@@ -4,6 +4,7 @@ from collections.abc import Set
 
 import torch
 
+from aserve.attention.registry import check_names
 from aserve.config import EngineConfig
 from aserve.model_files import ModelFiles
 from aserve.runner.assemble import assemble, outline
@@ -31,6 +32,7 @@ def build_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: Set[int
     does not allow.
     """
     device = resolve_device(config.device)
+    check_names(config.attention_backend)
     num_threads = resolve_num_threads(config.num_threads)
     torch.set_num_threads(num_threads)
     thread = ComputeThread(num_threads)

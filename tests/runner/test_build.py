@@ -11,6 +11,7 @@ from doubles_runner import single_plan
 from aserve.config import EngineConfig
 from aserve.errors import ConfigError
 from aserve.model_files import ModelFiles
+from aserve.registry import Entry, Registry
 from aserve.runner.build import build_runner
 
 MAX_CONTEXT = 64  # of the tiny model
@@ -97,6 +98,17 @@ def test_kv_memory_decides_the_pages(files: ModelFiles) -> None:
 def test_what_cannot_be_is_refused_by_name(files: ModelFiles, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_runner(config(**settings), files, frozenset())
+
+
+@pytest.mark.parametrize("setting", ["fa9", "torch,fa9", "torch,", "absent"])
+def test_a_backend_of_no_use_is_refused_before_weights_are_read(
+    files: ModelFiles, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = {"torch": Entry("aserve.attention.torch_backend:TorchBackend"), "absent": Entry("x:Y", lambda: "no GPU")}
+    monkeypatch.setattr("aserve.attention.registry.BACKENDS", Registry("attention backend", entries))
+    monkeypatch.setattr("aserve.runner.build.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match="attention backend"):
+        build_runner(config(attention_backend=setting), files, frozenset())
 
 
 def test_a_gpu_that_is_not_there_is_refused(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
