@@ -17,14 +17,21 @@ def warm_up_plans(limits: Limits) -> Iterator[StepPlan]:
     """Yield a prefill for each way of sampling, then decodes of one row and of all."""
     prompt_len = min(PROMPT_LEN, limits.max_model_len - 1, limits.max_num_batched_tokens)
     for params in SAMPLING_KINDS:
-        yield dummy_plan(limits.max_num_seqs, [(0, prompt_len)], params)
+        yield dummy_plan(limits.max_num_seqs, [(0, prompt_len)], params, limits.num_pages)
     num_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     for count in (1, num_decodes):
         yield dummy_plan(limits.max_num_seqs, [(prompt_len, 1)] * count)
 
 
-def dummy_plan(dummy_row: int, spans: list[tuple[int, int]], params: SamplingParams | None = None) -> StepPlan:
+def dummy_plan(
+    dummy_row: int,
+    spans: list[tuple[int, int]],
+    params: SamplingParams | None = None,
+    dummy_page: int | None = None,
+) -> StepPlan:
     """Return a sampled step over ``(num_computed, num_scheduled)`` spans of the dummy row, greedy unless said.
+
+    With a ``dummy_page`` the step also writes to the page table what stands there already.
 
     Its keys land on the dummy pages, one over the other: the result means nothing, the work is real.
     """
@@ -38,4 +45,5 @@ def dummy_plan(dummy_row: int, spans: list[tuple[int, int]], params: SamplingPar
         is_sampled=[True] * len(spans),
         num_decodes=len(spans) if all(scheduled == 1 for _, scheduled in spans) else 0,
         row_starts=[start],
+        page_updates=[] if dummy_page is None else [(dummy_row, 0, dummy_page)],
     )

@@ -139,6 +139,7 @@ def test_a_slow_device_gives_the_same_tokens(files: ModelFiles, monkeypatch: pyt
     runner.close()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch calls it a prototype
 def test_steady_steps_neither_wait_nor_allocate(files: ModelFiles) -> None:
     """A hundred decode steps under the profiler, with torch's own alarm for hidden waits on."""
     runner = make(files, attention_backend="fi")
@@ -154,8 +155,8 @@ def test_steady_steps_neither_wait_nor_allocate(files: ModelFiles) -> None:
 
     for plan in plans(0, 10):
         runner.launch(plan).result(60)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             futures = [runner.launch(plan) for plan in plans(10, 100)]

@@ -56,7 +56,7 @@ class CudaRunner(ModelRunner):
         self._prompt_scores = prompt_scores
         self._upload = upload
         self._compute = compute
-        self._downloads = Downloads(limits.max_num_seqs + 1)
+        self._downloads = Downloads(limits.max_num_seqs, compute)
         self._compilations = CompileCounter()
         self._waiter: Waiter | None = Waiter()
 
@@ -69,8 +69,13 @@ class CudaRunner(ModelRunner):
         if self._waiter is None:
             raise EngineDeadError("the runner is closed")
         future: Future[StepTokens] = Future()
-        with torch.inference_mode(), torch.cuda.stream(self._compute):
-            download = self._enqueue(plan)
+        current = torch.cuda.current_stream()
+        torch.cuda.set_stream(self._compute)  # a stream's context manager takes as long as three launches
+        try:
+            with torch.inference_mode():
+                download = self._enqueue(plan)
+        finally:
+            torch.cuda.set_stream(current)
         self._waiter.push(PendingStep(download.done, download.report, future))
         return future
 

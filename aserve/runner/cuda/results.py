@@ -21,10 +21,11 @@ class Download:
 
 
 class Downloads:
-    """Starts copies to the host on the current stream."""
+    """Starts copies to the host on the compute stream, which is the current one."""
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, compute: torch.cuda.Stream) -> None:
         self._max_num_seqs = max_num_seqs
+        self._compute = compute
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()  # pinned [max_num_seqs] int32, given back when read
 
     def plain(self, step_id: int, token_ids: Tensor) -> Download:
@@ -39,7 +40,7 @@ class Downloads:
             errors = {place: BAD_LOGITS for place, token in enumerate(tokens) if token < 0} if -1 in tokens else {}
             return StepTokens(step_id, tokens, errors=errors)
 
-        return Download(_record(), report)
+        return Download(self._record(), report)
 
     def groups(
         self, tensors: Sequence[Sequence[Tensor]], report: Callable[[list[list[Tensor]]], StepTokens]
@@ -55,11 +56,11 @@ class Downloads:
             copies = iter(unpack(on_host, flat))
             return report([[next(copies) for _ in group] for group in tensors])
 
-        return Download(_record(), read)
+        return Download(self._record(), read)
 
     def nothing(self, step_id: int) -> Download:
         """Wait for a step that samples nothing."""
-        return Download(_record(), lambda: StepTokens(step_id, []))
+        return Download(self._record(), lambda: StepTokens(step_id, []))
 
     def _take(self) -> Tensor:
         try:
@@ -67,8 +68,7 @@ class Downloads:
         except queue.Empty:
             return torch.empty(self._max_num_seqs, dtype=torch.int32, pin_memory=True)
 
-
-def _record() -> torch.cuda.Event:
-    event = torch.cuda.Event(blocking=True)  # the waiting thread sleeps instead of spinning
-    event.record()
-    return event
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # the waiting thread sleeps instead of spinning
+        event.record(self._compute)
+        return event

@@ -38,7 +38,7 @@ class Staging:
         num_places = 2 * len(plan.page_updates)
         num_words = self._layout.num_words + num_places + sum(len(start.token_ids) for start in plan.row_starts)
         slot = self._slots.acquire(num_words)
-        arrays = self._layout.host_views(slot.words)
+        arrays = slot.arrays
         lens = self._filler.fill(arrays, plan, shape)
         sampled = self._filler.fill_sampled(arrays, plan, max(head_size, self._state.num_sampled(shape)))
         count = len(sampled.rows)
@@ -86,4 +86,4 @@ class Staging:
             stop = place + len(start.token_ids)
             state.token_pool[start.row, : len(start.token_ids)].copy_(words[place:stop])
             place = stop
-        slot.consumed.record()
+        self._slots.release(slot)
