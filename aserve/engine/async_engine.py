@@ -308,6 +308,7 @@ class AsyncEngine:
             num_aborts=self.metrics.num_aborts,
             num_steps=self.metrics.num_steps,
             num_late_compilations=self._loaded().runner.num_late_compilations,
+            num_idle_launches=self._loaded().runner.num_idle_launches,
             scheduler=scheduler,
         )
 

@@ -17,6 +17,7 @@ class EngineStats:
     num_aborts: int  # requests ended by their client or at shutdown, since the start
     num_steps: int
     num_late_compilations: int  # kernels made ready after the start, each of which made a step wait
+    num_idle_launches: int  # steps whose launch found the device idle
     scheduler: SchedulerStats
 
     def gauges(self) -> dict[str, float]:
@@ -35,4 +36,5 @@ class EngineStats:
             "prefix_cache_hit_ratio": pages.num_prefix_tokens_hit / max(1, pages.num_prefix_tokens_queried),
             "num_preemptions_total": pages.num_preemptions,
             "late_compilations_total": self.num_late_compilations,
+            "idle_launches_total": self.num_idle_launches,
         }

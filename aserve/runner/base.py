@@ -23,6 +23,11 @@ class ModelRunner(ABC):
         """Kernels that were compiled or loaded after ``warm_up``: each one made a step wait."""
         return 0
 
+    @property
+    def num_idle_launches(self) -> int:
+        """Steps whose launch found the device with nothing to do: where this grows under load, the host is slow."""
+        return 0
+
     @abstractmethod
     def launch(self, plan: StepPlan) -> "Future[StepTokens]":
         """Enqueue ``plan`` and return at once; never waits for the device.

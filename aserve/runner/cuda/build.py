@@ -96,6 +96,7 @@ class CudaAssembly:
         shape = exact_shape(plan)
         body.run_eagerly(plan, shape, self._staging.send(plan, shape, len(spans)).lens)
         self._head.score_and_sample(self._parts.max_num_seqs)
+        self._sampler.warm_up(self._state.logits)
 
     @torch.inference_mode()
     def finish(self, parts: DeviceParts) -> CudaRunner:

@@ -57,6 +57,8 @@ class CudaRunner(ModelRunner):
         self._upload = upload
         self._compute = compute
         self._downloads = Downloads(limits.max_num_seqs, compute)
+        self._newest = torch.cuda.Event()  # end of the newest step on the device
+        self._num_idle_launches = 0
         self._compilations = CompileCounter()
         self._waiter: Waiter | None = Waiter()
 
@@ -69,6 +71,7 @@ class CudaRunner(ModelRunner):
         if self._waiter is None:
             raise EngineDeadError("the runner is closed")
         future: Future[StepTokens] = Future()
+        self._num_idle_launches += self._newest.query()
         current = torch.cuda.current_stream()
         torch.cuda.set_stream(self._compute)  # a stream's context manager takes as long as three launches
         try:
@@ -76,12 +79,17 @@ class CudaRunner(ModelRunner):
                 download = self._enqueue(plan)
         finally:
             torch.cuda.set_stream(current)
+        self._newest = download.done
         self._waiter.push(PendingStep(download.done, download.report, future))
         return future
 
     @property
     def num_late_compilations(self) -> int:
         return self._compilations.compilations()
+
+    @property
+    def num_idle_launches(self) -> int:
+        return self._num_idle_launches
 
     def warm_up(self) -> None:
         for plan in warm_up_plans(self._limits):
