@@ -183,7 +183,7 @@ class FlashInferBackend(AttentionBackend):
         )
         num_pages = int((-(-key_lens // batch.page_size)).sum())
         lists = PageLists.allocate(stop - start, num_pages, self.device)
-        fill_page_lists(tables, lists, are_decodes=phase == "decode", is_relative=True)
+        fill_page_lists(tables, lists, are_decodes=phase == "decode", is_relative=phase == "prefill")
         section = Section(phase, start, sum(query_lens), tables, lists, True, False, {})
         query_starts = np.zeros(stop - start + 2, np.int32)
         np.cumsum(query_lens, out=query_starts[2:])

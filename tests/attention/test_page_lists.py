@@ -1,6 +1,10 @@
 """The kernels around FlashInfer's lists of pages, against lists made in Python."""
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,3 +104,14 @@ def test_only_the_rows_of_the_section_are_scaled(dtype: torch.dtype) -> None:
     torch.testing.assert_close(output, expected, rtol=rounding, atol=0)
     assert torch.equal(output[:2], expected[:2])
     assert torch.equal(output[7:], expected[7:])
+
+
+def test_no_size_or_place_of_the_tables_compiles_another_kernel() -> None:
+    """For a Hopper GPU, for which none is needed: decodes, captured chunks and eager chunks."""
+    script = Path(__file__).with_name("hopper_compile.py")
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join((str(script.parents[1]), "."))}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False, cwd=Path.cwd()
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert sorted(done.stdout.split()) == ["_fill_page_lists"] * 3 + ["_scale_rows"]

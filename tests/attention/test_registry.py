@@ -1,16 +1,21 @@
 """What a setting resolves to, and what is refused with which words."""
 
+import dataclasses
 import logging
+from typing import Any
 
 import pytest
 import torch
 from doubles_attention import make_problem
 
-from aserve.attention import registry
-from aserve.attention.base import AttentionKind, AttentionProblem, AttentionSpec, KVOrder, Phase
+from aserve.attention import flash_attention_flavours, registry
+from aserve.attention.base import AttentionBackend, AttentionKind, AttentionProblem, AttentionSpec, KVOrder, Phase
+from aserve.attention.flash_attention_backend import FlashAttentionBackend
+from aserve.attention.flash_infer_backend import FlashInferBackend
 from aserve.attention.hybrid import HybridBackend
 from aserve.attention.registry import BACKENDS, resolve_backend
 from aserve.attention.torch_backend import TorchBackend
+from aserve.attention.trtllm_backend import TrtllmBackend
 from aserve.errors import ConfigError
 from aserve.registry import Entry, Registry
 
@@ -122,3 +127,146 @@ def test_auto_fails_with_all_reasons_if_nothing_fits(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(registry.PREFERENCES, "cpu", ("absent", "picky"))
     with pytest.raises(ConfigError, match=r"there is no compiler.*it needs head_dim 128"):
         resolve_backend("auto", PROBLEM, CPU)
+
+
+class DecodeOnlyBackend(TorchBackend):
+    name = "decode-only"
+
+    @classmethod
+    def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
+        return "it has no such kernel" if phase == "prefill" else None
+
+
+class LargePagesBackend(TorchBackend):
+    name = "large-pages"
+
+    @classmethod
+    def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
+        return None if problem.page_size in (64, 128) else f"it needs page_size 64 or 128, not {problem.page_size}"
+
+
+@pytest.fixture
+def partial_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {
+        "torch": Entry("aserve.attention.torch_backend:TorchBackend"),
+        "decode-only": Entry(f"{__name__}:DecodeOnlyBackend"),
+        "large-pages": Entry(f"{__name__}:LargePagesBackend"),
+        "absent": Entry("nowhere:Nothing", lambda: "the package is not installed"),
+    }
+    monkeypatch.setattr(registry, "BACKENDS", Registry("attention backend", entries))
+
+
+@pytest.mark.usefixtures("partial_backends")
+def test_a_backend_for_one_phase_is_half_of_a_pair() -> None:
+    with pytest.raises(ConfigError, match=r"'decode-only' cannot serve prefill here: it has no such kernel; pair it"):
+        resolve_backend("decode-only", PROBLEM, CPU)
+    with pytest.raises(ConfigError, match=r"as in 'fi,decode-only'"):
+        resolve_backend("decode-only", PROBLEM, CPU)
+    with pytest.raises(ConfigError, match="'decode-only' cannot serve this model: it has no such kernel"):
+        resolve_backend("decode-only,torch", PROBLEM, CPU)
+    assert resolve_backend("torch,decode-only", PROBLEM, CPU).name == "torch,decode-only"
+
+
+@pytest.mark.usefixtures("partial_backends")
+def test_each_half_is_told_the_phase_that_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, ...]] = []
+    monkeypatch.setattr(TorchBackend, "__init__", lambda self, *arguments: seen.append(arguments[2:]))
+    monkeypatch.setattr(HybridBackend, "__init__", lambda self, *parts: None)
+    resolve_backend("torch,decode-only", PROBLEM, CPU)
+    resolve_backend("torch", PROBLEM, CPU)
+    assert seen == [(("prefill",),), (("decode",),), (("prefill", "decode"),)]
+
+
+@pytest.mark.usefixtures("partial_backends")
+@pytest.mark.parametrize("setting", ["large-pages", "large-pages,torch", "torch,large-pages"])
+def test_a_free_page_size_adapts_with_a_warning_and_a_set_one_is_refused(
+    setting: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match="it needs page_size 64 or 128, not 16"):
+        resolve_backend(setting, PROBLEM, CPU)
+    assert not caplog.records
+    assert resolve_backend(setting, PROBLEM, CPU, may_change_page_size=True).problem.page_size == 64
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("page_size=64 instead of 16 (")
+    assert "it needs page_size 64 or 128" in record.getMessage()
+
+
+@pytest.mark.usefixtures("partial_backends")
+def test_no_page_size_helps_against_another_reason() -> None:
+    with pytest.raises(ConfigError, match="it has no such kernel"):
+        resolve_backend("decode-only", PROBLEM, CPU, may_change_page_size=True)
+    assert resolve_backend("torch", PROBLEM, CPU, may_change_page_size=True).problem is PROBLEM
+
+
+def on_gpu(capability: tuple[int, int], **change: Any) -> AttentionProblem:
+    problem = make_problem("cuda", torch.bfloat16, num_heads=32, num_kv_heads=8, head_dim=128)
+    return dataclasses.replace(problem, capability=capability, **change)
+
+
+GPU_CHOICES = [
+    ((9, 0), {"fi", "fa", "trtllm"}, "fa,fi"),
+    ((9, 0), {"fi", "trtllm"}, "fi"),
+    ((9, 0), {"fa"}, "torch"),
+    ((10, 0), {"fi", "fa", "trtllm"}, "trtllm"),
+    ((10, 3), {"fi", "fa", "trtllm"}, "trtllm"),
+    ((8, 0), {"fi", "fa", "trtllm"}, "fi"),
+    ((12, 0), {"fi", "fa", "trtllm"}, "fi"),
+    ((9, 0), set(), "torch"),
+]
+
+
+@pytest.mark.parametrize(("capability", "installed", "expected"), GPU_CHOICES)
+def test_auto_on_a_gpu(
+    capability: tuple[int, int],
+    installed: set[str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The real refusals, with flash-attn-4 as the flavour; only the building of backends is played."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(flash_attention_flavours, "has_flash_attention", lambda flavour: flavour == "flash-attn-4")
+    entries = {
+        name: Entry(target, lambda name=name: None if name in installed | {"torch"} else f"{name} is not installed")
+        for name, target in {
+            "torch": "aserve.attention.torch_backend:TorchBackend",
+            "fi": "aserve.attention.flash_infer_backend:FlashInferBackend",
+            "fa": "aserve.attention.flash_attention_backend:FlashAttentionBackend",
+            "trtllm": "aserve.attention.trtllm_backend:TrtllmBackend",
+        }.items()
+    }
+    monkeypatch.setattr(registry, "BACKENDS", Registry("attention backend", entries))
+    for backend in (FlashInferBackend, FlashAttentionBackend, TrtllmBackend):
+        monkeypatch.setattr(backend, "__init__", AttentionBackend.__init__)
+    assert resolve_backend("auto", on_gpu(capability), torch.device("cpu")).name == expected
+    assert f"attention_backend={expected} (" in caplog.text
+
+
+def test_what_flash_attention_4_cannot_do_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention_flavours, "has_flash_attention", lambda flavour: flavour == "flash-attn-4")
+    monkeypatch.setattr(registry, "BACKENDS", Registry("attention backend", HOPPER_ENTRIES))
+    with pytest.raises(ConfigError, match=r"'fa' cannot serve decode here: .*no split-KV on Hopper.*'fa,fi'"):
+        resolve_backend("fa", on_gpu((9, 0)), CPU)
+    with pytest.raises(ConfigError, match=r"'fa' cannot serve this model: .*no split-KV on Hopper"):
+        resolve_backend("fi,fa", on_gpu((9, 0)), CPU)
+    with pytest.raises(ConfigError, match=r"'trtllm' cannot serve prefill here: .*XQA.*'fi,trtllm'"):
+        resolve_backend("trtllm", on_gpu((9, 0)), CPU)
+
+
+HOPPER_ENTRIES = {
+    "fi": Entry("aserve.attention.flash_infer_backend:FlashInferBackend"),
+    "fa": Entry("aserve.attention.flash_attention_backend:FlashAttentionBackend"),
+    "trtllm": Entry("aserve.attention.trtllm_backend:TrtllmBackend"),
+}
+
+
+def test_flash_attention_2_has_pages_of_256(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(flash_attention_flavours, "has_flash_attention", lambda flavour: flavour == "flash-attn 2")
+    monkeypatch.setattr(registry, "BACKENDS", Registry("attention backend", HOPPER_ENTRIES))
+    monkeypatch.setattr(FlashAttentionBackend, "__init__", AttentionBackend.__init__)
+    problem = on_gpu((8, 0))
+    with pytest.raises(ConfigError, match="multiple of 256, not 16"):
+        resolve_backend("fa", problem, CPU)
+    assert resolve_backend("fa", problem, CPU, may_change_page_size=True).problem.page_size == 256
+    assert "page_size=256 instead of 16" in caplog.text
