@@ -21,7 +21,8 @@ from torch import Tensor
 
 from aserve.kernels.choose import choose_operators
 from aserve.kernels.gpu.gpu_operators import GpuOperators
-from aserve.kernels.gpu.small_linear import MAX_TOKENS
+from aserve.kernels.gpu.small_linear import MAX_TOKENS, NormBefore, SmallLinear, apply_small_linear
+from aserve.kernels.gpu.small_linear_launch import SmallLinearLaunch
 from aserve.kernels.operators import HeadLayout, KVTarget, Operators
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -83,7 +84,7 @@ def test_norms_of_heads() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear_layers_with_norm_and_gate(num_tokens: int, has_bias: bool, dtype: torch.dtype) -> None:
-    width = 184  # more than a block of columns, and not a multiple of one
+    width = 184
     x, residual, weight = (draw(*shape, dtype=dtype) for shape in [(num_tokens, width)] * 2 + [(width,)])
     layer = Dense(draw(6, width, dtype=dtype) / width**0.5, draw(6, dtype=dtype) if has_bias else None)
     before = x.clone(), residual.clone()
@@ -101,6 +102,22 @@ def test_linear_layers_with_norm_and_gate(num_tokens: int, has_bias: bool, dtype
     assert_near(result, silu_mul64(linear64(norm64(total, weight), layer)), dtype)
     assert torch.equal(x, before[0])
     assert torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("num_outputs", [3, 10])  # less than one program's, and not a multiple of it
+@pytest.mark.parametrize("width", [256, 300])  # full tiles, and a last one that is not
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_small_linear_layers_of_several_tiles(is_gated: bool, width: int, num_outputs: int, num_tokens: int) -> None:
+    num_rows = num_outputs * (2 if is_gated else 1)
+    layer = Dense(draw(num_rows, width) / width**0.5, draw(num_rows))
+    x, residual, weight = draw(num_tokens, width), draw(num_tokens, width), draw(width)
+    small, norm = SmallLinear(layer.dense_weight, layer.bias, is_gated), NormBefore(weight, EPS, residual)
+    result, launch = torch.empty(num_tokens, num_outputs, device=DEVICE), SmallLinearLaunch(4, 128, num_warps=1)
+    total = apply_small_linear(x, small, norm, result, overlap=False, launch=launch)
+    assert torch.equal(total, x + residual)
+    expected = linear64(norm64(x.double() + residual.double(), weight), layer)
+    assert_near(result, silu_mul64(expected) if is_gated else expected, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
