@@ -36,9 +36,9 @@ def random_text(num_words: int, rng: random.Random) -> str:
     return " ".join([f"{rng.randrange(10**6):06d}", *(rng.choice(WORDS) for _ in range(num_words - 1))])
 
 
-async def measure_scale(client: LoadClient, seed: int) -> TextScale:
+async def measure_scale(client: LoadClient, variant: int) -> TextScale:
     """Send two texts and read from the answers' usage how many tokens they were; raises AserveError if one fails."""
-    rng = random.Random(f"scale {seed}")
+    rng = random.Random(f"scale {variant}")
     counts = []
     for num_words in CALIBRATION_WORDS:
         timing = await client.complete(LoadRequest(random_text(num_words, rng), 1))
@@ -50,12 +50,15 @@ async def measure_scale(client: LoadClient, seed: int) -> TextScale:
     return TextScale(counts[0] - low * per_word, per_word) if per_word > 0 else TextScale()
 
 
-def random_requests(shape: WorkloadShape, scale: TextScale | None) -> list[LoadRequest]:
-    """Draw the requests of ``shape``: texts of about those lengths, or token ids if there is no ``scale``."""
-    items = random_workload(shape, VOCABULARY)
+def random_requests(shape: WorkloadShape, scale: TextScale | None, variant: int = 0) -> list[LoadRequest]:
+    """Draw the requests of ``shape``: texts of about those lengths, or token ids if there is no ``scale``.
+
+    Variants have the same lengths and nothing else in common.
+    """
+    items = random_workload(shape, VOCABULARY, variant)
     if scale is None:
         return [LoadRequest(item.prompt_token_ids, item.output_len) for item in items]
-    rng = random.Random(f"text {shape.seed}")
+    rng = random.Random(f"text {shape.seed} {variant}")
     return [
         LoadRequest(random_text(scale.words_for(len(item.prompt_token_ids)), rng), item.output_len) for item in items
     ]

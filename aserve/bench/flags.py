@@ -25,7 +25,7 @@ def _add_offline(kinds: Any) -> None:
         kinds,
         "offline",
         "bench.offline",
-        "measure tokens per second of the engine without a server: greedy, exact lengths, all requests at once",
+        "measure tokens per second of the engine without a server, greedy and with exact lengths",
     )
     add_settings(offline, "engine", with_model=True)
     shapes = "; ".join(
@@ -42,7 +42,12 @@ def _add_offline(kinds: Any) -> None:
     group.add_argument("--workload-seed", type=int, metavar="N", help="seed of lengths and token ids (default: 0)")
     offline.add_argument("--repeat", type=positive, default=1, metavar="N", help="runs, with medians (default: 1)")
     offline.add_argument(
-        "--warmup", type=int, default=16, metavar="N",
+        "--concurrency", type=positive, metavar="N",
+        help="streams, each with one request after the other; default: all requests at once",
+    )  # fmt: skip
+    _add_stagger(offline)
+    offline.add_argument(
+        "--warmup", type=count, default=16, metavar="N",
         help="requests before the first run, the first of the workload with other ids and 32 tokens out "
         "at most (default: 16)",
     )  # fmt: skip
@@ -79,11 +84,7 @@ def _add_arrivals(group: Any) -> None:
         "--concurrency", type=positive, default=8, metavar="N",
         help="closed loop: streams, each with one request after the other (default: 8)",
     )  # fmt: skip
-    group.add_argument(
-        "--stagger-s", type=not_negative, default=0.0, metavar="S",
-        help="seconds over which the streams of the closed loop begin, for a steady state in which they end at "
-        "different times (default: 0)",
-    )  # fmt: skip
+    _add_stagger(group)
     group.add_argument(
         "--request-rate", type=seconds, metavar="X", help="open loop (Poisson) of X requests per second instead"
     )
@@ -100,6 +101,14 @@ def _add_arrivals(group: Any) -> None:
     )
 
 
+def _add_stagger(group: Any) -> None:
+    group.add_argument(
+        "--stagger-s", type=not_negative, default=0.0, metavar="S",
+        help="seconds over which the streams begin, for a steady state in which they end at different times "
+        "(default: 0)",
+    )  # fmt: skip
+
+
 def _add_requests(group: Any) -> None:
     group.add_argument(
         "--dataset", metavar="FILE",
@@ -107,7 +116,14 @@ def _add_requests(group: Any) -> None:
         "else text whose length is fitted to the server's tokenizer",
     )  # fmt: skip
     add_lengths(group, "128; with --dataset: those of the file")
-    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="seed of all draws (default: 0)")
+    group.add_argument(
+        "--workload-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of lengths, times and the choice of conversations; random prompts are new in each run, so that the "
+        "server's prefix cache holds none of them (default: 0)",
+    )
 
 
 def _add_findings(group: Any) -> None:
@@ -212,8 +228,15 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
 
 
+def count(text: str) -> int:
+    """Read a number of things that may be 0."""
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
+    return value
+
+
 def positive(text: str) -> int:
-    """Read a count."""
+    """Read a number of things."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return value

@@ -21,7 +21,7 @@ class Probe:
     interval_s: float
     input_len: int
     scale: TextScale
-    seed: int
+    variant: int
 
 
 @asynccontextmanager
@@ -43,7 +43,7 @@ async def probing(client: LoadClient, probe: Probe | None, start_s: float) -> As
 async def _send(
     client: LoadClient, probe: Probe, start_s: float, timings: list[RequestTiming], tasks: set[asyncio.Task[None]]
 ) -> None:
-    rng = random.Random(f"probe {probe.seed}")
+    rng = random.Random(f"probe {probe.variant}")
 
     async def ask(prompt: str) -> None:
         timings.append(await client.complete(LoadRequest(prompt, OUTPUT_LEN)))

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from aserve.bench.probe import Probe, probing, summarise_probes
 from aserve.bench.report import format_table, print_result, write_file
 from aserve.bench.sse_client import Endpoint
 from aserve.bench.summary import Summary, Window, steady_window, summarise, whole_window
-from aserve.bench.workload import LengthRange, WorkloadShape
+from aserve.bench.workload import HIGHEST_ID, LengthRange, WorkloadShape
 from aserve.config import API_KEY_VARIABLE, Config
 from aserve.errors import ClientError
 
@@ -36,7 +37,8 @@ class LoadPlan:
     arrivals: Arrivals
     num_processes: int
     num_prompts: int
-    seed: int
+    seed: int  # of lengths and arrivals
+    variant: int  # of what prompts say: another in each run, so that a prefix cache holds none of it
     dataset: str | None  # a file; None draws random prompts
     input_lens: LengthRange
     output_lens: LengthRange | None  # None takes those of the file
@@ -90,6 +92,7 @@ def _read_plan(arguments: argparse.Namespace) -> LoadPlan:
         num_processes=arguments.processes,
         num_prompts=arguments.num_prompts,
         seed=arguments.workload_seed,
+        variant=secrets.randbelow(HIGHEST_ID),
         dataset=arguments.dataset,
         input_lens=arguments.input_len or DEFAULT_LENS,
         output_lens=arguments.output_len or (DEFAULT_LENS if arguments.dataset is None else None),
@@ -103,10 +106,12 @@ async def measure(url: str, key: str | None, timeout_s: float, plan: LoadPlan) -
     server = Server(url, await served_model(url, key), key, timeout_s)
     client = make_client(server, plan.transport, plan.endpoint)
     try:
-        scale = await measure_scale(client, plan.seed)  # warms up as well
+        scale = await measure_scale(client, plan.variant)  # warms up as well
         shares = split_load(_requests(plan, scale), plan.arrivals, plan.num_processes, plan.seed)
         jobs = [Job(server, plan.transport, plan.endpoint, share) for share in shares]
-        probe = Probe(plan.probe_interval_s, plan.probe_input_len, scale, plan.seed) if plan.probe_interval_s else None
+        probe = (
+            Probe(plan.probe_interval_s, plan.probe_input_len, scale, plan.variant) if plan.probe_interval_s else None
+        )
         async with load_processes(jobs) as processes:
             start_s = time.perf_counter() + START_DELAY_S
             async with probing(client, probe, start_s) as probes:
@@ -121,7 +126,7 @@ def _requests(plan: LoadPlan, scale: TextScale) -> list[LoadRequest]:
     if plan.dataset is not None:
         return conversation_requests(plan.dataset, plan.num_prompts, plan.output_lens, plan.seed)
     shape = WorkloadShape(plan.num_prompts, plan.input_lens, plan.output_lens or DEFAULT_LENS, plan.seed)
-    return random_requests(shape, None if plan.sends_token_ids else scale)
+    return random_requests(shape, None if plan.sends_token_ids else scale, plan.variant)
 
 
 def summarise_run(plan: LoadPlan, result: LoadRun, steady: Window, objectives: Mapping[str, float]) -> Summary:

@@ -73,7 +73,7 @@ def summarise(timings: Sequence[RequestTiming], window: Window, objectives: Mapp
         "e2e": [e2e_ms(timing) for timing in ended],
     }
     duration_s = window.duration_s or math.nan
-    num_tokens = sum(_tokens_within(timing, window) for timing in done)
+    num_tokens = sum(tokens_within(timing, window) for timing in done)
     summary: Summary = {
         "duration_s": window.duration_s,
         "completed": len(ended),
@@ -112,7 +112,7 @@ def _gaps_ms(timing: RequestTiming, window: Window) -> Iterator[float]:
     return (1e3 * (b - a) for a, b in itertools.pairwise(timing.arrivals_s) if b in window)
 
 
-def _tokens_within(timing: RequestTiming, window: Window) -> float:
+def tokens_within(timing: RequestTiming, window: Window) -> float:
     """Deal a request's tokens out to its events evenly, since an event does not say how many it carries."""
     first = bisect.bisect_left(timing.arrivals_s, window.start_s)
     last = bisect.bisect_right(timing.arrivals_s, window.end_s)

@@ -107,8 +107,21 @@ def test_a_model_with_random_weights_is_measured(tmp_path: Path, capsys: pytest.
     assert result["model"] == tmp_path.name
 
 
+def test_streams_one_request_after_the_other(scripted: ScriptedRunner, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--num-prompts", "12", "--input-len", "8", "--output-len", "20", "--concurrency", "4", "--stagger-s", "0.2"]
+    assert main(["bench", "offline", *load, "--warmup", "0", "--json", "-"]) == 0
+    run = json.loads(capsys.readouterr().out)["median"]
+    assert run["num_output_tokens"] == 240
+    # three requests a stream, 20 steps each; the last of the streams begins after three quarters of the stagger
+    assert run["duration_s"] == pytest.approx(3 * 20 * STEP_S + 0.15, rel=0.3)
+    assert run["steady_s"] == pytest.approx(3 * 20 * STEP_S - 0.15, rel=0.3)
+    assert run["steady_output_tokens_per_s"] == pytest.approx(4 / STEP_S, rel=0.15)
+    assert run["output_tokens_per_s"] < run["steady_output_tokens_per_s"]
+
+
 @pytest.mark.parametrize(
-    "flags", [["--input-len", "9:3"], ["--num-prompts", "0"], ["--repeat", "0"], ["--workload", "huge"]]
+    "flags",
+    [["--warmup", "-1"], ["--input-len", "9:3"], ["--num-prompts", "0"], ["--repeat", "0"], ["--workload", "huge"]],
 )
 def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -71,6 +71,19 @@ def test_streams_that_begin_spread_out_and_probes_beside_them(capsys: pytest.Cap
     assert summary["requests"] == 12
 
 
+def test_a_second_run_finds_nothing_in_the_prefix_cache() -> None:
+    @in_loop
+    async def measure() -> None:
+        async with live_server() as live:
+            flags = ["--url", live.url, "--endpoint", "completions", "--num-prompts", "6", "--output-len", "2"]
+            for _ in range(2):
+                cached = live.engine.metrics.num_cached_tokens
+                assert await asyncio.to_thread(main, ["bench", "serve", *flags]) == 0
+            assert live.engine.metrics.num_cached_tokens == cached == 0
+
+    measure()
+
+
 def test_conversations_are_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     talks = [{"conversations": [{"from": "human", "value": f"question {n}"}, {"from": "gpt", "value": "a" * 40}]}
              for n in range(6)]  # fmt: skip
