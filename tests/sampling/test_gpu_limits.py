@@ -94,17 +94,17 @@ def test_a_row_alone_has_the_limit_it_has_in_a_batch() -> None:
 def test_filtered_picks_invert_the_distribution_that_is_left(temperature: float) -> None:
     """Both ends of it too; a greedy row takes the best, whatever its filters."""
     generator = torch.Generator().manual_seed(4)
-    cases = [*CASES, *CASES, (7, 0.5, 0.1), (1, 0.1, 1.0)]
-    logits = torch.randn(len(cases), 4500, generator=generator) * 3
+    cases = [*CASES, (7, 0.5, 0.1), (1, 0.1, 1.0)]
+    logits = torch.randn(len(cases), 2500, generator=generator) * 3
     uniforms = torch.rand(len(cases), dtype=torch.float64, generator=generator)
-    uniforms[:5], uniforms[5:10] = 0.0, 1 - 2.0**-53
+    uniforms[:3], uniforms[3:6] = 0.0, 1 - 2.0**-53
     temperatures = torch.full((len(cases),), temperature)
     temperatures[-2:] = 0.0
     kept = np.stack(
         [kept_by_transformers(row / temperature, *case).numpy() for row, case in zip(logits, cases, strict=True)]
     )
     token_ids = torch.empty(len(cases), dtype=torch.int32, device=DEVICE)
-    TokenPicker(30, 4500, DEVICE).pick_filtered(
+    TokenPicker(15, 2500, DEVICE).pick_filtered(
         logits.to(DEVICE), uniforms.to(DEVICE), temperatures.to(DEVICE), columns(cases), token_ids
     )
     assert all(kept[i, token_id] for i, token_id in enumerate(token_ids.tolist()[:-2]))
@@ -125,7 +125,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
 
     for temperatures in (torch.ones(5), torch.zeros(5)):
         expected = pick(logits, temperatures)
-        for place in range(5):
+        for place in (0, 4):
             hurt = logits.clone()
             hurt[place, 2100] = bad
             assert pick(hurt, temperatures) == [-1 if i == place else expected[i] for i in range(5)]

@@ -100,6 +100,7 @@ def test_a_captured_pick_follows_its_inputs(is_filtered: bool) -> None:
     assert (pool[num_rows] == -5).all()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch calls it a prototype
 def test_the_sampler_neither_waits_nor_compiles() -> None:
     """All parameters at once, under the mode in which torch raises at a synchronisation; uploads are pinned."""
 
@@ -120,8 +121,8 @@ def test_the_sampler_neither_waits_nor_compiles() -> None:
     sampler.warm_up(logits)
     compilations = CompileCounter()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for row, params in enumerate(all_params):
             sampler.start_row(RowStart(row, [5, 9, 3, 7], 3, row, params))
         for step in range(3):
