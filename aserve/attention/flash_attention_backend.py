@@ -58,7 +58,7 @@ class FlashAttentionBackend(AttentionBackend):
             if isinstance(flavour, str):
                 raise ConfigError(f"attention backend 'fa' cannot serve {phase}: {flavour}")
             if flavour not in loaded:
-                loaded[flavour] = flavour()
+                loaded[flavour] = flavour(problem)
             self._flavours[phase] = loaded[flavour]
         self._tables = BlockTablePool()
 

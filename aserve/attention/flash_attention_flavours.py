@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from aserve.attention.base import AttentionProblem, AttentionSpec, LayerKV, Phase
@@ -43,8 +42,9 @@ class FlashAttentionFlavour:
     can_be_captured: ClassVar[bool] = False
     """Whether a graph may hold a call: addresses and host arguments the same for all lengths, output in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, problem: AttentionProblem) -> None:
         """Load the library; raises ConfigError if that fails."""
+        self._problem = problem
         try:
             self._library: Any = import_module(self.module)
         except (ImportError, OSError, RuntimeError) as error:
@@ -82,7 +82,7 @@ class FlashAttention4(FlashAttentionFlavour):
     def attend(self, call: RaggedCall) -> Tensor | None:
         spec = call.spec
         left, right = call.window
-        splits = 1 if torch.cuda.get_device_capability(call.q.device)[0] == 9 else 0  # 0: as its heuristic says
+        num_splits = 1 if self._problem.capability[0] == 9 else 0  # 0: as its heuristic says
         _, lse, *_ = self._library._flash_attn_fwd(  # the public function has no place for the output
             call.q,
             call.layer_kv.key,
@@ -96,7 +96,7 @@ class FlashAttention4(FlashAttentionFlavour):
             window_size_left=None if left < 0 else left,
             window_size_right=None if right < 0 else right,
             learnable_sink=spec.sinks,
-            num_splits=splits,
+            num_splits=num_splits,
             return_lse=call.return_lse,
             out=call.out,
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aserve.attention.base import (
+    PHASES,
     AttentionBackend,
     AttentionBatch,
     AttentionSpec,
@@ -96,7 +97,8 @@ class TorchBackend(AttentionBackend):
 
     @property
     def captures_decodes(self) -> bool:
-        return True
+        """Only when it serves both phases: in graphs of mixed steps all rows would gather as many keys as there can be."""
+        return self.phases == PHASES
 
     def prepare_capture(self, shape: CaptureShape, tables: StepTables) -> TorchPlan:
         """Take a graph of decodes; it gathers as many keys of each as the page table is wide."""

@@ -114,7 +114,7 @@ def test_pages_at_the_end_of_a_large_pool(setting: str) -> None:
     run_eagerly(setting, case, spec)
 
 
-@pytest.mark.parametrize("setting", [setting for setting in HERE if setting != "torch,fi"])
+@pytest.mark.parametrize("setting", [setting for setting in HERE if not setting.startswith(("torch,", "fa,"))])
 @pytest.mark.parametrize("num_heads", [16, 32])
 def test_captured_decodes_of_every_batch_size(setting: str, num_heads: int) -> None:
     """In the smallest graph that holds them, after larger batches have left their traces."""
@@ -127,7 +127,9 @@ def test_captured_decodes_of_every_batch_size(setting: str, num_heads: int) -> N
         key_lens = torch.randint(1, 400, (size,), generator=generator).tolist()
         cases.append(make_case(spec, [1] * size, key_lens, size, dtype=BF16, device="cuda", seed=size))
     backend = build(setting, cases[0], spec)
-    assert backend.captures_decodes or setting.endswith("torch")
+    if not backend.captures_decodes:
+        assert setting.endswith("torch")
+        return
     sizes = [1, 2, 4, *range(8, 65, 8)]
     runs = {
         size: CapturedRun(backend, CaptureShape(size, size, 0), cases, spec, return_lse=has_lse(setting))

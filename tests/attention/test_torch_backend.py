@@ -8,6 +8,7 @@ import torch
 from doubles_attention import CapturedCase, PagedCase, dense_attention, make_case, make_spec, torch_backend
 
 from aserve.attention.base import AttentionSpec, CaptureShape
+from aserve.attention.torch_backend import TorchBackend
 
 LENGTHS = [1, 15, 16, 17, 257]
 
@@ -165,6 +166,8 @@ def test_only_decodes_are_captured() -> None:
     backend = torch_backend()
     assert backend.captures_decodes
     assert not backend.captures_chunks
+    half = TorchBackend(backend.problem, backend.device, ("decode",))
+    assert not half.captures_decodes, "a pair with this backend runs without graphs"
     captured = CapturedCase.make(CaptureShape(4, 1, 1), 1, 16)
     with pytest.raises(ValueError, match="only batches of decodes"):
         backend.prepare_capture(captured.shape, captured.tables)
