@@ -97,7 +97,7 @@ class TorchBackend(AttentionBackend):
 
     @property
     def captures_decodes(self) -> bool:
-        """Only when it serves both phases: in graphs of mixed steps all rows would gather as many keys as there can be."""
+        """Only if it serves both phases: in a pair's mixed steps all rows would gather as many keys as there can be."""
         return self.phases == PHASES
 
     def prepare_capture(self, shape: CaptureShape, tables: StepTables) -> TorchPlan:
