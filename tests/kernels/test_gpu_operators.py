@@ -107,13 +107,16 @@ def test_linear_layers_with_norm_and_gate(num_tokens: int, has_bias: bool, dtype
 @pytest.mark.parametrize("num_tokens", [1, 3])
 @pytest.mark.parametrize("num_outputs", [3, 10])  # less than one program's, and not a multiple of it
 @pytest.mark.parametrize("width", [256, 300])  # full tiles, and a last one that is not
+@pytest.mark.parametrize("launch", [SmallLinearLaunch(4, 128, 1), SmallLinearLaunch(2, 512, 1, num_steps=2)])
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_small_linear_layers_of_several_tiles(is_gated: bool, width: int, num_outputs: int, num_tokens: int) -> None:
+def test_small_linear_layers_in_several_tiles(
+    is_gated: bool, launch: SmallLinearLaunch, width: int, num_outputs: int, num_tokens: int
+) -> None:
     num_rows = num_outputs * (2 if is_gated else 1)
     layer = Dense(draw(num_rows, width) / width**0.5, draw(num_rows))
     x, residual, weight = draw(num_tokens, width), draw(num_tokens, width), draw(width)
     small, norm = SmallLinear(layer.dense_weight, layer.bias, is_gated), NormBefore(weight, EPS, residual)
-    result, launch = torch.empty(num_tokens, num_outputs, device=DEVICE), SmallLinearLaunch(4, 128, num_warps=1)
+    result = torch.empty(num_tokens, num_outputs, device=DEVICE)
     total = apply_small_linear(x, small, norm, result, overlap=False, launch=launch)
     assert torch.equal(total, x + residual)
     expected = linear64(norm64(x.double() + residual.double(), weight), layer)

@@ -5,14 +5,26 @@
 
 from dataclasses import dataclass
 
+WARP_COLUMNS = 256  # that a warp loads of a row at once, 16 bytes a thread, if values have 16 bits
+MAX_WHOLE_WIDTH = 4096  # up to which a program holds all of the width by default
+MAX_ROW_WARPS = 8  # that share a row by default
+THREAD_VALUES = 32  # of a tile, by default
+MIN_PROGRAMS = 512  # some four for each unit of a large GPU: some are at work while others start or end
+MAX_PROGRAMS = 1536  # above which a program takes several blocks of outputs, so that starting costs less
+MAX_STEPS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class SmallLinearLaunch:
-    """A program's share: rows of the result, and columns of the weight that it holds at a time; powers of two."""
+    """A program's share: outputs, and columns of the weight that it holds at a time; powers of two.
+
+    If it holds the whole width it can take several blocks of outputs, ``num_steps`` of them.
+    """
 
     block_rows: int
     block_columns: int
     num_warps: int
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +39,6 @@ class SmallLinearShape:
 
 MEASURED: dict[SmallLinearShape, SmallLinearLaunch] = {}
 
-MIN_PROGRAMS = 512  # some two for each unit of a large GPU, and both can be at work while others start or end
-MAX_BLOCK_ROWS = 4
-BLOCK_COLUMNS = 1024
-
 
 def choose_launch(num_outputs: int, width: int, token_slots: int, is_gated: bool) -> SmallLinearLaunch:
     """Return the launch parameters for a layer, see ``SmallLinearShape``."""
@@ -39,12 +47,17 @@ def choose_launch(num_outputs: int, width: int, token_slots: int, is_gated: bool
 
 
 def _default_launch(shape: SmallLinearShape) -> SmallLinearLaunch:
-    """Few rows a program where the layer has few, and where each holds sums for several tokens."""
-    held = shape.token_slots * (2 if shape.is_gated else 1)
-    block_rows = max(MAX_BLOCK_ROWS // held, 1)
+    block_columns = 128
+    while block_columns < shape.width:
+        block_columns *= 2
+    is_whole = block_columns <= MAX_WHOLE_WIDTH
+    if not is_whole:
+        block_columns = 4 * WARP_COLUMNS
+    num_warps = min(max(block_columns // WARP_COLUMNS, 1), MAX_ROW_WARPS)
+    parts = 2 if shape.is_gated else 1
+    held = parts if is_whole else parts * shape.token_slots  # sums of all tokens are kept along a row
+    block_rows = max(THREAD_VALUES * 32 * num_warps // (block_columns * held), 1)
     while block_rows > 1 and shape.num_outputs // block_rows < MIN_PROGRAMS:
         block_rows //= 2
-    block_columns = 128
-    while block_columns < min(shape.width, BLOCK_COLUMNS):
-        block_columns *= 2
-    return SmallLinearLaunch(block_rows, block_columns, num_warps=max(block_columns // 256, 1))
+    num_steps = shape.num_outputs // block_rows // MAX_PROGRAMS if is_whole else 1
+    return SmallLinearLaunch(block_rows, block_columns, num_warps, min(max(num_steps, 1), MAX_STEPS))

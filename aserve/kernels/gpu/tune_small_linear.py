@@ -14,10 +14,12 @@ import triton
 from aserve.builtin_models import BUILTIN_MODELS
 from aserve.kernels.gpu.gpu_operators import GpuOperators
 from aserve.kernels.gpu.layer_case import LayerCase, LayerShape, model_layers
-from aserve.kernels.gpu.small_linear_launch import SmallLinearLaunch, SmallLinearShape, choose_launch
+from aserve.kernels.gpu.small_linear_launch import WARP_COLUMNS, SmallLinearLaunch, SmallLinearShape, choose_launch
 
-MIN_VALUES, MAX_VALUES = 8, 64  # of the weight that a thread loads at a time
-MAX_SUMS = 128  # that a thread keeps
+MAX_VALUES = 64  # of a tile that a thread holds
+MAX_SUMS = 128  # that a thread keeps along a row
+MAX_ROW_LOADS = 4
+MIN_PROGRAMS = 256
 NUM_FINALISTS = 4
 DEVICE = torch.device("cuda")
 
@@ -41,15 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def candidates(shape: SmallLinearShape) -> Iterator[SmallLinearLaunch]:
     """Yield launch parameters that leave enough registers, and enough loads under way."""
-    parts = 2 if shape.is_gated else 1
-    for block_rows in (1, 2, 4, 8, 16):
-        for block_columns in (256, 512, 1024, 2048, 4096):
-            for num_warps in (2, 4, 8):
-                values = parts * block_rows * block_columns // (32 * num_warps)
-                fills_warps = block_columns * block_rows >= 32 * num_warps * 8
-                is_held = MIN_VALUES <= values <= MAX_VALUES and values * shape.token_slots <= MAX_SUMS
-                if fills_warps and is_held and block_columns <= triton.next_power_of_2(shape.width):
-                    yield SmallLinearLaunch(block_rows, block_columns, num_warps)
+    parts, whole = (2 if shape.is_gated else 1), triton.next_power_of_2(shape.width)
+    for block_rows in (1, 2, 4, 8):
+        for num_warps in (2, 4, 8, 16):
+            one_load = WARP_COLUMNS * num_warps  # the columns that all threads load at once
+            tile_values = parts * block_rows * 8
+            if one_load < whole and tile_values * shape.token_slots <= MAX_SUMS:
+                yield SmallLinearLaunch(block_rows, one_load, num_warps)
+            loads = whole // one_load  # of a row
+            if 1 <= loads <= MAX_ROW_LOADS and tile_values * loads <= MAX_VALUES:
+                for num_steps in (1, 2, 4, 8, 16):
+                    if num_steps == 1 or shape.num_outputs >= MIN_PROGRAMS * block_rows * num_steps:
+                        yield SmallLinearLaunch(block_rows, whole, num_warps, num_steps)
 
 
 def best_launch(shape: SmallLinearShape, time_us: Callable[[SmallLinearLaunch], float]) -> SmallLinearLaunch:
@@ -69,7 +74,7 @@ def _tune(layer: LayerShape, case: LayerCase, num_tokens: int, overlap: bool) ->
     gated = ", is_gated=True" if layer.is_gated else ""
     return (
         f"SmallLinearShape({shape.num_outputs}, {shape.width}, {token_slots}{gated}): "
-        f"SmallLinearLaunch({best.block_rows}, {best.block_columns}, {best.num_warps}),  "
+        f"SmallLinearLaunch({best.block_rows}, {best.block_columns}, {best.num_warps}, {best.num_steps}),  "
         f"# {best_us:.1f} us, {case.bandwidth(best_us):.0f} GB/s; present {present_us:.1f}, torch {composed_us:.1f}"
     )
 
