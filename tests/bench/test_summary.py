@@ -49,11 +49,17 @@ def test_a_window_takes_what_happens_within_it() -> None:
     timings = [stream(0.0, 1.0, 1.0, 5), stream(2.0, 1.0, 1.0, 2)]  # end at 5 and 4
     inside = summarise(timings, Window(2.5, 4.5), {})
     assert inside["completed"] == 1
-    ttft, itl = inside["ttft_ms"], inside["itl_ms"]
+    ttft = inside["ttft_ms"]
     assert isinstance(ttft, dict)
-    assert isinstance(itl, dict)
     assert ttft["max"] == pytest.approx(1000)
     assert inside["output_tokens_per_s"] == pytest.approx(4 / 2)  # at 3, 4 and 3, 4
+
+
+def test_a_gap_belongs_to_the_window_in_which_it_ends() -> None:
+    timing = RequestTiming(0.0, [1.0, 2.0, 3.5, 4.4, 8.0], 8.0, num_output_tokens=5)
+    itl = summarise([timing], Window(2.5, 4.5), {})["itl_ms"]
+    assert isinstance(itl, dict)
+    assert (itl["max"], itl["mean"]) == (pytest.approx(1500), pytest.approx((1500 + 900) / 2))
 
 
 @pytest.mark.parametrize(
