@@ -99,7 +99,7 @@ class FlashInferBackend(AttentionBackend):
         new_ring: Callable[[int, int], StagingRing] = StagingRing,
     ) -> None:
         super().__init__(problem, device, phases)
-        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        self._num_sms = count_sms(device)
         enable_pdl = self.enable_pdl and problem.capability >= (9, 0)
         self._kernels: dict[tuple[Phase, AttentionKind], PagedKernel] = {}
         for kind in problem.kinds:
@@ -111,6 +111,7 @@ class FlashInferBackend(AttentionBackend):
         num_bytes = max(len(workspace.integers) for workspace in self._workspaces.values())
         self._ring = new_ring(MIN_BUFFERS * len(self._workspaces), num_bytes)
         self._captured_lists: dict[Phase, PageLists] = {}
+        self._planned_decodes: tuple[int, int] | None = None  # graph size and real decodes of the plan on the device
         self._rows = torch.arange(problem.max_num_seqs, dtype=torch.int32, device=device)
 
     @classmethod
@@ -172,6 +173,7 @@ class FlashInferBackend(AttentionBackend):
         return FlashInferPlan(sections, num_decodes)
 
     def _plan_eagerly(self, phase: Phase, batch: AttentionBatch, start: int, stop: int) -> Section:
+        self._planned_decodes = None
         key_lens = np.array(batch.key_lens[start:stop], np.int32)
         query_lens = batch.query_lens[start:stop]
         tables = StepTables(
@@ -256,6 +258,8 @@ class FlashInferBackend(AttentionBackend):
             num_seqs = len(section.tables.rows)
             query_starts = np.zeros(num_seqs + 2, np.int32)
             if section.phase == "decode":
+                if self._is_planned(section, int(lens.cu_query_lens[0])):
+                    continue
                 key_lens = lens.key_lens[:num_seqs]
                 np.minimum(np.arange(num_seqs + 1), lens.cu_query_lens[0], out=query_starts[1:], casting="unsafe")
             else:
@@ -263,6 +267,13 @@ class FlashInferBackend(AttentionBackend):
                 key_lens = lens.key_lens[plan.num_decodes :]
                 query_starts[1:] = lens.cu_query_lens
             self._plan_section(section, key_lens, query_starts)
+
+    def _is_planned(self, section: Section, num_decodes: int) -> bool:
+        """Whether the workspaces hold this very plan: where keys are not split, it is the same whatever the lengths."""
+        content = (section.num_tokens, num_decodes) if not section.splits_keys else None
+        is_planned = content is not None and content == self._planned_decodes
+        self._planned_decodes = content
+        return is_planned
 
     def _plan_section(self, section: Section, key_lens: NDArray[np.int32], query_starts: NDArray[np.int32]) -> None:
         """Plan for every kind of layers; of a captured plan nothing may differ from what was captured."""
@@ -291,3 +302,8 @@ class FlashInferBackend(AttentionBackend):
             if captured is not None and captured.info != info:
                 raise RuntimeError(f"{self.name}: a captured plan changed from {captured.info} to {info}")
             section.plans[kind] = KernelPlan(kernel, workspace, info)
+
+
+def count_sms(device: torch.device) -> int:
+    """Return the number of multiprocessors that FlashInfer's scheduler spreads work over."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

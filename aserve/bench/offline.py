@@ -38,6 +38,7 @@ class OfflineResult:
     num_prompt_tokens: int
     num_output_tokens: int
     num_steps: int
+    num_idle_launches: int  # steps whose launch found the device idle
     duration_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
@@ -93,7 +94,7 @@ async def measure(
 
 async def run_once(engine: AsyncEngine, items: Sequence[WorkloadItem], arrivals: Arrivals) -> OfflineResult:
     """Run all ``items``; raises what a request failed with."""
-    first_step = engine.metrics.num_steps
+    first_step, first_idle = engine.metrics.num_steps, engine.stats().num_idle_launches
     requests = [LoadRequest(item.prompt_token_ids, item.output_len) for item in items]
     share = LoadShare(requests, arrivals.starts_s(len(items), seed=0), is_open=False)
     start_s = time.perf_counter()
@@ -109,6 +110,7 @@ async def run_once(engine: AsyncEngine, items: Sequence[WorkloadItem], arrivals:
         num_prompt_tokens=num_prompt_tokens,
         num_output_tokens=num_output_tokens,
         num_steps=engine.metrics.num_steps - first_step,
+        num_idle_launches=engine.stats().num_idle_launches - first_idle,
         duration_s=duration_s,
         output_tokens_per_s=num_output_tokens / duration_s,
         total_tokens_per_s=(num_prompt_tokens + num_output_tokens) / duration_s,

@@ -128,7 +128,7 @@ def test_a_plan_that_differs_from_the_captured_one_is_an_error() -> None:
     kernel_of(backend, "decode", WIDE).changes_plan = True
     backend.prepare_replay(plan, captured.fill(make_case(WIDE, [1], [9], 1), 0))
     with pytest.raises(RuntimeError, match="a captured plan changed"):
-        backend.prepare_replay(plan, captured.fill(make_case(WIDE, [1], [40], 1), 0))
+        backend.prepare_replay(plan, captured.fill(make_case(WIDE, [1, 1], [9, 40], 2), 0))
 
 
 def test_captures_beyond_the_workspaces_are_refused() -> None:
@@ -190,12 +190,35 @@ def test_pinned_buffers_are_never_rewritten_before_they_were_copied() -> None:
     kernel = kernel_of(backend, "decode", WIDE)
     integers = backend._workspaces["decode", WIDE.kind].integers
     for key_len in range(1, 90, 7):
-        backend.prepare_replay(plan, captured.fill(make_case(WIDE, [1, 1], [key_len, 16], 2), 0))
+        key_lens = [key_len, 16][: 1 + key_len % 2]  # a plan for as many decodes as before would be kept
+        count = len(key_lens)
+        backend.prepare_replay(plan, captured.fill(make_case(WIDE, [1] * count, key_lens, count), 0))
         queue.pending.append(lambda: arrived.append(integers[24:48].view(torch.int32).tolist()))
     assert len(queue.pending) <= 2 * 6 + 1
     assert queue.num_waits > 0
     queue.run()
     assert arrived == [request.page_starts.tolist() for request in kernel.requests]
+
+
+def test_a_plan_without_splits_is_kept_until_another_takes_its_place() -> None:
+    """Which block serves which sequence then depends on their number alone."""
+    backend = make_backend(WIDE)
+    kernel = kernel_of(backend, "decode", WIDE)
+    large, small = (CapturedCase.make(CaptureShape(size, size, 0), 6, 16) for size in (4, 2))
+    plans = {case.shape: backend.prepare_capture(case.shape, case.tables) for case in (large, small)}
+    for case, key_lens, num_planned in (
+        (large, [9, 20], 1),
+        (large, [10, 21], 1),
+        (large, [11, 22, 5], 2),  # one more
+        (small, [10, 21], 3),  # another graph
+        (large, [11, 22, 5], 4),
+    ):
+        count = len(key_lens)
+        backend.prepare_replay(plans[case.shape], case.fill(make_case(WIDE, [1] * count, key_lens, count), 0))
+        assert len(kernel.requests) == num_planned
+    backend.plan(make_case(WIDE, [1], [9], 1, dtype=BF16).batch)
+    backend.prepare_replay(plans[large.shape], large.fill(make_case(WIDE, [1] * 3, [11, 22, 5], 3), 0))
+    assert len(kernel.requests) == 6
 
 
 def test_two_steps_in_flight_wait_for_nothing() -> None:
