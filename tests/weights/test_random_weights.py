@@ -83,7 +83,14 @@ def test_activations_neither_vanish_nor_explode(num_layers: int, quantization: s
 
 def test_a_folder_with_nothing_but_a_config_is_served(tmp_path: Path) -> None:
     async def generate(prompt: Any) -> tuple[str, list[int], str]:
-        config = EngineConfig(model=str(write_config(tmp_path / "small", QWEN3)), random_weights=True, device="cpu")
+        config = EngineConfig(
+            model=str(write_config(tmp_path / "small", QWEN3)),
+            random_weights=True,
+            device="cpu",
+            num_threads=1,
+            max_num_batched_tokens=64,
+            num_pages=64,
+        )
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         async with AsyncEngine(config) as engine:
             outputs = [output async for output in engine.generate(prompt, params)]
