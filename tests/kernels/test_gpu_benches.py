@@ -61,10 +61,9 @@ def test_tuning_prints_a_line_of_the_table(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(tune_small_linear, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(tune_small_linear, "candidates", only_two)
     assert tune_small_linear.main(["--models", "Tiny", "--layers", "gate_up", "--tokens", "1"]) == 0
-    line = (
-        r"SmallLinearShape\(4, 32, 1, is_gated=True\): SmallLinearLaunch\(2, 256, 2, 1\),  # 2\.0 us, .* Tiny gate_up\n"
-    )
-    assert re.fullmatch(line, capsys.readouterr().out)
+    output = capsys.readouterr().out
+    assert output.startswith("SmallLinearShape(4, 32, 1, is_gated=True): SmallLinearLaunch(2, 256, 2, 1),  # 2.0 us, ")
+    assert output.endswith("# Tiny gate_up\n")
 
 
 def test_the_best_launch_is_the_fastest() -> None:
