@@ -35,6 +35,7 @@ from aserve.attention.flash_infer_kernels import (
     PlanRequest,
     TensorCoreKernel,
     Workspace,
+    splits,
 )
 from aserve.attention.page_lists import PageLists, fill_page_lists, scale_rows
 from aserve.attention.staging_ring import MIN_BUFFERS, StagingRing
@@ -225,9 +226,11 @@ class FlashInferBackend(AttentionBackend):
         num_decodes, num_chunks = shape.num_decodes, shape.num_chunks
         sections = []
         if num_decodes:
-            splits = bool(num_chunks) or any(self._splits_decodes(kind, num_decodes) for kind in self.problem.kinds)
+            splits_keys = bool(num_chunks) or any(
+                self._splits_decodes(kind, num_decodes) for kind in self.problem.kinds
+            )
             section = tables.section(0, num_decodes)
-            sections.append(self._captured_section("decode", num_decodes, section, splits))
+            sections.append(self._captured_section("decode", num_decodes, section, splits_keys))
         if num_chunks:
             section = tables.section(num_decodes, num_decodes + num_chunks)
             sections.append(self._captured_section("prefill", shape.num_tokens, section, False))
@@ -269,8 +272,12 @@ class FlashInferBackend(AttentionBackend):
             self._plan_section(section, key_lens, query_starts)
 
     def _is_planned(self, section: Section, num_decodes: int) -> bool:
-        """Whether the workspaces hold this very plan: where keys are not split, it is the same whatever the lengths."""
-        content = (section.num_tokens, num_decodes) if not section.splits_keys else None
+        """Whether the workspaces hold this very plan: where keys are not split, it is the same whatever the lengths.
+
+        What was asked for does not tell: the kernel without tensor cores splits keys as it sees fit.
+        """
+        splits_keys = not section.plans or any(splits(plan.info) for plan in section.plans.values())
+        content = None if splits_keys else (section.num_tokens, num_decodes)
         is_planned = content is not None and content == self._planned_decodes
         self._planned_decodes = content
         return is_planned

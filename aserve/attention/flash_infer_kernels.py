@@ -214,6 +214,11 @@ def _load(phase: str, *arguments: Any) -> Any:
         ) from error
 
 
+def splits(plan: list[int]) -> bool:
+    """Whether a captured plan of either kernel splits keys between thread blocks, and so depends on their number."""
+    return bool(plan[-1])
+
+
 def window_left(kind: AttentionKind) -> int:
     """FlashInfer's window: keys before the query's own; -1 for all."""
     return -1 if kind.sliding_window is None else kind.sliding_window - 1

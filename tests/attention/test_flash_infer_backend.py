@@ -221,6 +221,17 @@ def test_a_plan_without_splits_is_kept_until_another_takes_its_place() -> None:
     assert len(kernel.requests) == 6
 
 
+def test_a_plan_that_splits_keys_unasked_is_never_kept() -> None:
+    backend = make_backend(PLAIN)
+    kernel = kernel_of(backend, "decode", PLAIN)
+    captured = CapturedCase.make(CaptureShape(4, 4, 0), 6, 16)
+    plan = backend.prepare_capture(captured.shape, captured.tables)
+    assert not plan.sections[0].splits_keys
+    for key_lens in ([9, 20], [10, 21], [11, 22]):
+        backend.prepare_replay(plan, captured.fill(make_case(PLAIN, [1, 1], key_lens, 2), 0))
+    assert len(kernel.requests) == 3
+
+
 def test_two_steps_in_flight_wait_for_nothing() -> None:
     queue = CopyQueue()
     backend = make_backend(WIDE, queue=queue)
