@@ -258,29 +258,26 @@ class FlashInferBackend(AttentionBackend):
 
     def prepare_replay(self, plan: FlashInferPlan, lens: StepLens) -> None:
         for section in plan.sections:
-            num_seqs = len(section.tables.rows)
-            query_starts = np.zeros(num_seqs + 2, np.int32)
             if section.phase == "decode":
-                if self._is_planned(section, int(lens.cu_query_lens[0])):
-                    continue
-                key_lens = lens.key_lens[:num_seqs]
-                np.minimum(np.arange(num_seqs + 1), lens.cu_query_lens[0], out=query_starts[1:], casting="unsafe")
-            else:
-                # Outputs begin after the queries of earlier sequences: the decodes' are put down to the empty one.
-                key_lens = lens.key_lens[plan.num_decodes :]
-                query_starts[1:] = lens.cu_query_lens
-            self._plan_section(section, key_lens, query_starts)
+                self._plan_decodes(section, lens)
+                continue
+            # Outputs begin after the queries of earlier sequences: the decodes' are put down to the empty one.
+            query_starts = np.concatenate((np.zeros(1, np.int32), lens.cu_query_lens))
+            self._plan_section(section, lens.key_lens[plan.num_decodes :], query_starts)
 
-    def _is_planned(self, section: Section, num_decodes: int) -> bool:
-        """Whether the workspaces hold this very plan: where keys are not split, it is the same whatever the lengths.
+    def _plan_decodes(self, section: Section, lens: StepLens) -> None:
+        """Plan unless the workspaces hold this very plan: where keys are not split, it is the same for all lengths.
 
-        What was asked for does not tell: the kernel without tensor cores splits keys as it sees fit.
+        What was asked for does not tell that: the kernel without tensor cores splits keys as it sees fit.
         """
-        splits_keys = not section.plans or any(splits(plan.info) for plan in section.plans.values())
-        content = None if splits_keys else (section.num_tokens, num_decodes)
-        is_planned = content is not None and content == self._planned_decodes
-        self._planned_decodes = content
-        return is_planned
+        num_seqs, num_decodes = section.num_tokens, int(lens.cu_query_lens[0])
+        if self._planned_decodes == (num_seqs, num_decodes):
+            return
+        query_starts = np.zeros(num_seqs + 2, np.int32)
+        np.minimum(np.arange(num_seqs + 1), num_decodes, out=query_starts[1:], casting="unsafe")
+        self._plan_section(section, lens.key_lens[:num_seqs], query_starts)
+        is_for_all_lens = not any(splits(plan.info) for plan in section.plans.values())
+        self._planned_decodes = (num_seqs, num_decodes) if is_for_all_lens else None
 
     def _plan_section(self, section: Section, key_lens: NDArray[np.int32], query_starts: NDArray[np.int32]) -> None:
         """Plan for every kind of layers; of a captured plan nothing may differ from what was captured."""
