@@ -12,6 +12,7 @@ COLD_BYTES = 256 << 20  # several times the second-level cache of any GPU at han
 def time_calls(calls: Sequence[Callable[[], object]]) -> float:
     """Return the microseconds that one of ``calls`` takes, the median over replays of all of them in a row."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # on which the inputs are drawn
     with torch.cuda.stream(stream):
         for call in calls[:2]:  # compiles, and makes the handles that a capture cannot
             call()
