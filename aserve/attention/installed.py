@@ -3,6 +3,8 @@
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 FLASH_ATTENTION = {  # flavour -> file, below one of the folders that its top package has
     "flash-attn-4": ("flash_attn", "cute/interface.py"),
     "flash-attn 3": ("flash_attn_interface", ""),
@@ -12,18 +14,13 @@ FLASH_ATTENTION = {  # flavour -> file, below one of the folders that its top pa
 
 def flash_infer_refusal() -> str | None:
     """Say what FlashInfer's kernels lack here."""
-    return _missing("flashinfer", "flashinfer-python") or triton_refusal()
-
-
-def triton_refusal() -> str | None:
-    """Say so if Triton is not there, which turns page tables into arguments."""
-    return _missing("triton", "triton")
+    return _missing("flashinfer", "flashinfer-python") or _missing("triton", "triton") or _no_gpu()
 
 
 def flash_attention_refusal() -> str | None:
     """Say so if no flavour of flash-attn is there."""
     if any(has_flash_attention(flavour) for flavour in FLASH_ATTENTION):
-        return None
+        return _no_gpu()
     return f"none of {', '.join(FLASH_ATTENTION)} is installed"
 
 
@@ -39,3 +36,7 @@ def has_flash_attention(flavour: str) -> bool:
 
 def _missing(module: str, package: str) -> str | None:
     return None if find_spec(module) is not None else f"the package {package} is not installed"
+
+
+def _no_gpu() -> str | None:
+    return None if torch.cuda.is_available() else "torch finds no CUDA device"

@@ -192,4 +192,6 @@ def test_flavours_are_found_by_their_files(tmp_path: Any, monkeypatch: pytest.Mo
     (tmp_path / "flash_attn" / "cute" / "interface.py").write_text("raise RuntimeError('never imported to look')")
     found = {name: installed.has_flash_attention(name) for name in installed.FLASH_ATTENTION}
     assert found == {"flash-attn-4": True, "flash-attn 3": False, "flash-attn 2": False}
-    assert installed.flash_attention_refusal() is None
+    for has_gpu, refusal in ((True, None), (False, "torch finds no CUDA device")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert installed.flash_attention_refusal() == refusal

@@ -142,6 +142,20 @@ def test_captured_decodes_of_every_batch_size(setting: str, num_heads: int) -> N
         runs[64].replay(case)
 
 
+@pytest.mark.parametrize("num_heads", [8, 16, 32])
+@pytest.mark.parametrize("size", [72, 160])
+def test_plans_that_are_kept_serve_longer_keys(size: int, num_heads: int) -> None:
+    """As many decodes as before, each some keys further on: across pages, and a page into the next."""
+    spec = make_spec(num_heads, 8, 128)
+    count = size - 5
+    steps = [[length + (i % 7) * 40 for i in range(count)] for length in (1, 2, 15, 16, 17, 33, 300)]
+    cases = [make_case(spec, [1] * count, lens, count, dtype=BF16, device="cuda") for lens in steps]
+    backend = build("fi", cases[0], spec, max_num_seqs=size)
+    run = CapturedRun(backend, CaptureShape(size, size, 0), cases, spec, return_lse=True)
+    for case in cases:
+        run.replay(case)
+
+
 def mixed_steps(spec: AttentionSpec, **options: Any) -> list[PagedCase]:
     sizes = [
         ([1, 1, 1, 30, 17, 300], [1, 33, 257, 30, 50, 700], 3),
