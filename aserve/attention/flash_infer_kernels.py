@@ -11,13 +11,26 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aserve.attention.base import AttentionKind, AttentionProblem, LayerKV
+from aserve.attention.base import AttentionKind, AttentionProblem, LayerKV, Phase
 from aserve.attention.page_lists import PageLists
 from aserve.errors import ConfigError
 
 CAUSAL = 1  # flashinfer's MaskMode
 NHD = 0  # flashinfer's TensorLayout
 NO_POSITION_ENCODING = 0
+
+CUDA_CORE_GROUPS = (1, 2, 3)  # heads per KV head that decode without tensor cores; that kernel knows 4 and 8 as well
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """What is tried out in benchmarks."""
+
+    cuda_core_groups: tuple[int, ...] = CUDA_CORE_GROUPS
+    enable_pdl: bool = True  # let kernels start before the previous one has ended, on GPUs that can
+
+
+DEFAULT_CHOICE = KernelChoice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +214,16 @@ def module_arguments(kind: AttentionKind, problem: AttentionProblem) -> tuple[An
         kind.sliding_window is not None,
         kind.softcap is not None,
     )
+
+
+def load_kernel(
+    phase: Phase, kind: AttentionKind, problem: AttentionProblem, choice: KernelChoice = DEFAULT_CHOICE
+) -> PagedKernel:
+    """Return the kernel that is best for ``phase`` of ``kind``."""
+    enable_pdl = choice.enable_pdl and problem.capability >= (9, 0)
+    if phase == "decode" and kind.num_heads // kind.num_kv_heads in choice.cuda_core_groups:
+        return CudaCoreKernel(kind, problem, enable_pdl=enable_pdl)
+    return TensorCoreKernel(kind, problem, enable_pdl=enable_pdl)
 
 
 def _load(phase: str, *arguments: Any) -> Any:

@@ -1,6 +1,8 @@
 """What is planned and told to FlashInfer's kernels, played on the CPU, against dense attention."""
 
 import dataclasses
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,10 +10,13 @@ import torch
 from doubles_attention import CapturedCase, PagedCase, dense_attention, make_case, make_problem, make_spec
 from doubles_flash_infer import CopyQueue, PlayedKernel, played_ring
 
-from aserve.attention.base import AttentionProblem, AttentionSpec, CaptureShape, Phase
+from aserve.attention import flash_infer_kernels
+from aserve.attention.base import AttentionKind, AttentionProblem, AttentionSpec, CaptureShape, Phase
 from aserve.attention.flash_infer_backend import FlashInferBackend
+from aserve.attention.flash_infer_kernels import CudaCoreKernel, KernelChoice, TensorCoreKernel, load_kernel
 from aserve.attention.merge import convert_lse
 from aserve.attention.staging_ring import StagingRing
+from aserve.errors import ConfigError
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -23,24 +28,15 @@ def make_backend(*specs: AttentionSpec, queue: CopyQueue | None = None, **option
         "cuda", BF16, BF16, 16, tuple(spec.kind for spec in specs), (9, 0), max_num_seqs=8, max_num_tokens=64
     )
 
-    def kernel(kind: Any, problem: AttentionProblem, *, enable_pdl: bool) -> PlayedKernel:
-        return PlayedKernel(kind, problem, queue, one_row_a_seq=False)
+    def load(phase: Phase, kind: AttentionKind, problem: AttentionProblem) -> PlayedKernel:
+        one_row_a_seq = phase == "decode" and kind.num_heads // kind.num_kv_heads < 4
+        return PlayedKernel(kind, problem, queue, one_row_a_seq=one_row_a_seq)
 
-    def plain_kernel(kind: Any, problem: AttentionProblem, *, enable_pdl: bool) -> PlayedKernel:
-        return PlayedKernel(kind, problem, queue, one_row_a_seq=True)
-
-    return FlashInferBackend(
-        problem,
-        CPU,
-        tensor_core_kernel=kernel,
-        cuda_core_kernel=plain_kernel,
-        new_ring=played_ring(queue),
-        **options,
-    )
+    return FlashInferBackend(problem, CPU, load=load, new_ring=played_ring(queue), **options)
 
 
 def kernel_of(backend: FlashInferBackend, phase: Phase, spec: AttentionSpec) -> PlayedKernel:
-    kernel = backend._kernels[phase, spec.kind]
+    kernel = backend.planner.kernels[phase, spec.kind]
     assert isinstance(kernel, PlayedKernel)
     return kernel
 
@@ -188,7 +184,7 @@ def test_pinned_buffers_are_never_rewritten_before_they_were_copied() -> None:
     plan = backend.prepare_capture(captured.shape, captured.tables)
     arrived: list[list[int]] = []
     kernel = kernel_of(backend, "decode", WIDE)
-    integers = backend._workspaces["decode", WIDE.kind].integers
+    integers = backend.planner.workspaces["decode", WIDE.kind].integers
     for key_len in range(1, 90, 7):
         key_lens = [key_len, 16][: 1 + key_len % 2]  # a plan for as many decodes as before would be kept
         count = len(key_lens)
@@ -281,6 +277,28 @@ def test_8_bit_pages_are_read() -> None:
     assert FlashInferBackend.refuse(problem, "decode") is None
 
 
-@pytest.mark.parametrize(("group", "expected"), [(1, True), (2, True), (3, True), (4, False), (5, False), (8, False)])
-def test_few_heads_per_kv_head_decode_without_tensor_cores(group: int, expected: bool) -> None:
-    assert FlashInferBackend.decodes_without_tensor_cores(make_spec(group, 1, 64).kind) == expected
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 32])
+def test_few_heads_per_kv_head_decode_without_tensor_cores(
+    group: int, phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(flash_infer_kernels, "_load", lambda *arguments: asked.append(arguments))
+    problem = dataclasses.replace(make_problem("cuda", BF16), capability=(9, 0))
+    kind = make_spec(group, 1, 64).kind
+    kernel = load_kernel(phase, kind, problem)
+    expected = CudaCoreKernel if phase == "decode" and group < 4 else TensorCoreKernel
+    assert type(kernel) is expected
+    common = (BF16, BF16, BF16, torch.int32, 64, 64, 0, False, False)
+    assert asked == [("decode", *common) if expected is CudaCoreKernel else ("prefill", "fa2", *common, False)]
+    assert type(load_kernel(phase, kind, problem, KernelChoice(cuda_core_groups=()))) is TensorCoreKernel
+
+
+def test_a_kernel_that_cannot_be_built_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no nvcc")
+
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flashinfer.prefill", SimpleNamespace(get_batch_prefill_module=fail))
+    with pytest.raises(ConfigError, match="'fi': flashinfer cannot build its prefill kernel here: no nvcc"):
+        load_kernel("prefill", WIDE.kind, make_problem("cuda", BF16))

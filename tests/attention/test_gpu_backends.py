@@ -204,7 +204,7 @@ def test_dirty_workspaces_do_not_show() -> None:
     assert isinstance(backend, FlashInferBackend)
     run = CapturedRun(backend, CaptureShape(512, 64, 32), cases, spec, return_lse=True)
     for case in cases:
-        for workspace in backend._workspaces.values():
+        for workspace in backend.planner.workspaces.values():
             workspace.floats.fill_(255)
             workspace.integers.fill_(1)
         for lists in backend._captured_lists.values():
