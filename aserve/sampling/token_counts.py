@@ -26,7 +26,7 @@ class TokenCounts:
         outputs[row].zero_()
         outputs[row].index_add_(0, output_ids, torch.ones_like(output_ids, dtype=torch.int32))
         is_in_prompt[row].zero_()
-        is_in_prompt[row, prompt_ids] = True
+        is_in_prompt[row].index_fill_(0, prompt_ids, True)
 
     def penalize(self, logits: Tensor, rows: Tensor, penalties: Tensor) -> Tensor:
         """Return ``logits`` [N, V] of ``rows`` [N] with ``penalties`` [N, 3] applied: repetition, presence, frequency.
