@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from aserve.config import EngineConfig, cache_folder
+from aserve.config import EngineConfig
 from aserve.engine.collector import Collector
 from aserve.engine.output_stream import OutputStream
 from aserve.engine.parts import EngineParts, load_parts, run_in_thread
@@ -21,7 +21,7 @@ from aserve.engine.prompt_encoder import Prompt, PromptEncoder
 from aserve.engine.sink import Sink
 from aserve.engine.stats import EngineStats
 from aserve.engine.step_loop import StepLoop
-from aserve.engine.trace import TraceRing, make_scheduler
+from aserve.engine.trace import TraceRing, default_trace_path, make_scheduler
 from aserve.errors import AserveError, CapacityError, ClientError, EngineDeadError
 from aserve.metrics import Metrics
 from aserve.request import FinishReason, Request, RequestOutput, SamplingParams
@@ -317,9 +317,7 @@ class AsyncEngine:
 
         Default: ``trace_file`` of the settings, else a file in the cache folder.
         """
-        if path is None:
-            name = time.strftime("trace-%Y%m%d-%H%M%S.jsonl")
-            path = Path(self.config.trace_file) if self.config.trace_file else cache_folder() / "traces" / name
+        path = path or default_trace_path(self.config.trace_file)
         self._running_steps().trace.dump(path)
         return path
 

@@ -19,11 +19,13 @@ import dataclasses
 import logging
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from aserve.config import cache_folder
 from aserve.engine import snapshot
 from aserve.request import FinishReason, Request
 from aserve.scheduler.limits import Limits
@@ -149,3 +151,8 @@ def make_scheduler(settings: dict[str, Any]) -> Scheduler:
 def refuse_seed() -> int:
     """Stand in for fresh entropy, which no replay could find again."""
     raise RuntimeError("a request must have its seed before it reaches the scheduler")
+
+
+def default_trace_path(setting: str | None) -> Path:
+    """Return where a trace goes: what is set, else a file of its own in the cache folder."""
+    return Path(setting) if setting else cache_folder() / "traces" / time.strftime("trace-%Y%m%d-%H%M%S.jsonl")
