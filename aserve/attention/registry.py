@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from aserve.attention import installed
-from aserve.attention.base import PHASES, AttentionBackend, AttentionProblem, Phase
+from aserve.attention.base import PHASES, AttentionBackend, AttentionKind, AttentionProblem, Phase
 from aserve.attention.hybrid import HybridBackend
 from aserve.errors import ConfigError
 from aserve.kernels.cpu import library
@@ -72,6 +72,28 @@ def check_names(setting: str) -> None:
     if setting != "auto":
         for name in _split(setting):
             BACKENDS.load(name)
+
+
+def refusals_here() -> dict[str, str | None]:
+    """Map each backend to what keeps it from serving a usual model on this machine, None if nothing does."""
+    kind = AttentionKind(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
+    problems = [AttentionProblem("cpu", torch.float32, torch.float32, PAGE_SIZES[0], (kind,))]
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        problems.append(AttentionProblem("cuda", torch.bfloat16, torch.bfloat16, PAGE_SIZES[0], (kind,), capability))
+    return {name: refusal or _refuse_all(name, problems) for name, refusal in BACKENDS.refusals().items()}
+
+
+def _refuse_all(name: str, problems: list[AttentionProblem]) -> str | None:
+    backend = BACKENDS.load(name)
+    refusals = {}
+    for phase in PHASES:
+        reasons = [reason for problem in problems if (reason := backend.refuse(problem, phase))]
+        if len(reasons) == len(problems):
+            refusals[phase] = reasons[-1]
+    if len(refusals) == len(PHASES):
+        return refusals[PHASES[0]]
+    return next((f"for {phase}: {reason}" for phase, reason in refusals.items()), None)
 
 
 def _split(setting: str) -> list[str]:

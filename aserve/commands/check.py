@@ -10,7 +10,7 @@ import orjson
 import torch
 
 from aserve import __version__
-from aserve.attention.registry import BACKENDS
+from aserve.attention.registry import refusals_here
 from aserve.config import Config, cache_folder
 from aserve.quantization.registry import QUANT_METHODS
 
@@ -33,7 +33,7 @@ def machine_report() -> dict[str, Any]:
         "aserve": __version__,
         "python": platform.python_version(),
         "devices": {"cpu": f"{os.cpu_count()} cores, {platform.machine()}", **_gpus()},
-        "attention_backends": BACKENDS.refusals(),
+        "attention_backends": refusals_here(),
         "quantization": QUANT_METHODS.refusals(),
         "versions": {name: _version(name) for name in PACKAGES},
         "cache_folder": str(cache_folder()),
@@ -72,4 +72,6 @@ def _describe(title: str, value: str | None) -> str:
         return value or "not installed"
     if title == "devices":
         return value or ""
-    return f"refused: {value}" if value else "usable"
+    if not value:
+        return "usable"
+    return f"refused {value}" if value.startswith("for ") else f"refused: {value}"

@@ -270,3 +270,22 @@ def test_flash_attention_2_has_pages_of_256(monkeypatch: pytest.MonkeyPatch, cap
         resolve_backend("fa", problem, CPU)
     assert resolve_backend("fa", problem, CPU, may_change_page_size=True).problem.page_size == 256
     assert "page_size=256 instead of 16" in caplog.text
+
+
+def test_what_is_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hopper GPU with flash-attn-4: what each backend serves there, and reasons for the rest."""
+    monkeypatch.setattr(flash_attention_flavours, "has_flash_attention", lambda flavour: flavour == "flash-attn-4")
+    entries = {
+        "torch": Entry("aserve.attention.torch_backend:TorchBackend"),
+        "absent": Entry("nowhere:Nothing", lambda: "the package is not installed"),
+        **HOPPER_ENTRIES,
+    }
+    monkeypatch.setattr(registry, "BACKENDS", Registry("attention backend", entries))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    refusals = registry.refusals_here()
+    assert (refusals["torch"], refusals["fi"], refusals["absent"]) == (None, None, "the package is not installed")
+    assert str(refusals["fa"]).startswith("for decode: flash-attn-4 has no split-KV on Hopper")
+    assert str(refusals["trtllm"]).startswith("for prefill: on this GPU only its decode kernel, XQA, runs")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert registry.refusals_here()["trtllm"] == "it has no kernels for compute capability 8.0"
