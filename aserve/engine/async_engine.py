@@ -7,7 +7,6 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +14,7 @@ from typing import Any, Self
 from aserve.config import EngineConfig
 from aserve.engine.collector import Collector
 from aserve.engine.output_stream import OutputStream
-from aserve.engine.parts import EngineParts, load_parts, run_in_thread
+from aserve.engine.parts import EngineParts, close_unwanted, load_parts, run_in_thread
 from aserve.engine.process_tuning import ProcessTuning
 from aserve.engine.prompt_encoder import Prompt, PromptEncoder
 from aserve.engine.sink import Sink
@@ -123,7 +122,7 @@ class AsyncEngine:
         try:
             parts = await asyncio.wrap_future(loading)
         except asyncio.CancelledError:
-            loading.add_done_callback(_close_unwanted)
+            loading.add_done_callback(close_unwanted)
             raise
         if self._is_stopped:
             await asyncio.wrap_future(run_in_thread(parts.runner.close, "aserve-close"))
@@ -394,9 +393,3 @@ class AsyncEngine:
         assert self._encoder is not None
         self._encoder.close()
         self._parts.runner.close()
-
-
-def _close_unwanted(loading: "Future[EngineParts]") -> None:
-    """Close what a cancelled start has loaded."""
-    if not loading.cancelled() and loading.exception() is None:
-        loading.result().runner.close()

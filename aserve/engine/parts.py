@@ -44,6 +44,12 @@ def load_parts(config: EngineConfig, runner: ModelRunner | None, tokenizer: Toke
     return EngineParts(runner, tokenizer, name)
 
 
+def close_unwanted(loading: "Future[EngineParts]") -> None:
+    """Close what a cancelled start has loaded."""
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().runner.close()
+
+
 # The modules behind these load tokenizers and torch, which `import aserve` must not.
 
 
