@@ -1,6 +1,7 @@
 """Which dtype a timing leads to, and a real timing."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize(
     ("bfloat16_s", "expected"),
-    [(2.0, torch.float32), (1.0, torch.float32), (0.9, torch.float32), (0.5, torch.bfloat16)],
+    [(2.0, torch.float32), (1.0, torch.float32), (0.97, torch.float32), (0.9, torch.bfloat16), (0.5, torch.bfloat16)],
 )
 def test_auto_needs_a_clear_win(
     measured: list[float], caplog: pytest.LogCaptureFixture, bfloat16_s: float, expected: torch.dtype
@@ -64,3 +65,20 @@ def test_the_timing_ranks_a_method_that_is_slow_in_one_type(monkeypatch: pytest.
     monkeypatch.setattr(choose_dtype, "NUM_LAYERS", 4)
     float32_s, bfloat16_s = time_linears(SlowInBfloat16(), (torch.float32, torch.bfloat16))
     assert bfloat16_s > 1.5 * float32_s
+
+
+def test_the_timing_is_on_one_thread_and_leaves_the_number_as_it_was() -> None:
+    seen = set()
+
+    class Watched(Unquantized):
+        def apply(self, x: torch.Tensor, packed: Any, bias: Any) -> torch.Tensor:
+            seen.add(torch.get_num_threads())
+            return x
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        time_linears(Watched(), (torch.float32, torch.bfloat16))
+        assert (seen, torch.get_num_threads()) == ({1}, 2)
+    finally:
+        torch.set_num_threads(before)
