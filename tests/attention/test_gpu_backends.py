@@ -10,7 +10,7 @@ import torch
 from doubles_attention import CapturedCase, PagedCase, dense_attention, make_case, make_spec
 from doubles_attention_gpu import CapturedRun, build, check, has_lse, run_eagerly, settings_here
 
-from aserve.attention.base import AttentionSpec, CaptureShape
+from aserve.attention.base import AttentionSpec, CaptureShape, StepLens
 from aserve.attention.flash_infer_backend import FlashInferBackend
 
 pytestmark = pytest.mark.gpu
@@ -230,19 +230,20 @@ def test_half_precision() -> None:
 
 
 def test_planning_a_replay_is_short_and_waits_for_nothing() -> None:
-    """320 decodes. The device is idle when a plan is made, so no time is spent waiting for it."""
+    """320 decodes and 319, so that no plan is kept. The device is idle, so no time is spent waiting for it."""
     spec = make_spec(32, 8, 128)
     case = make_case(spec, [1] * 320, [500] * 320, 320, dtype=BF16, device="cuda")
     backend = build("fi", case, spec, max_num_seqs=320)
     captured = CapturedCase.make(CaptureShape(320, 320, 0), 300, 16, "cuda")
     plan = backend.prepare_capture(captured.shape, captured.tables)
-    lens = captured.fill(case, 0)
+    full = captured.fill(case, 0)
+    steps = (full, StepLens(full.key_lens, full.cu_query_lens - 1))
     times = []
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(50):
+        for i in range(50):
             start = time.perf_counter()
-            backend.prepare_replay(plan, lens)
+            backend.prepare_replay(plan, steps[i % 2])
             times.append(time.perf_counter() - start)
             time.sleep(0.001)
     finally:
