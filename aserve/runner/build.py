@@ -23,6 +23,7 @@ from aserve.runner.resolve import (
 from aserve.runner.torch_runner import TorchRunner
 from aserve.scheduler.limits import Limits
 from aserve.weights.load import load_model
+from aserve.weights.memory import explain_exhaustion
 
 
 def build_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: Set[int]) -> ModelRunner:
@@ -45,7 +46,9 @@ def build_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: Set[int
         # Imported here, since a machine without a GPU may have no Triton.
         from aserve.runner.cuda.build import build_cuda_runner
 
-        return build_cuda_runner(config, *outline(config, model, operators, device, dtype), eos_token_ids)
+        with explain_exhaustion(device, "preparing attention"):
+            parts, layout = outline(config, model, operators, device, dtype)
+        return build_cuda_runner(config, parts, layout, eos_token_ids)
     return _build_cpu_runner(config, assemble(config, model, operators, device, dtype), eos_token_ids, thread)
 
 

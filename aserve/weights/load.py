@@ -13,6 +13,7 @@ from aserve.quantization.registry import resolve_quantization
 from aserve.weights.checkpoint import Checkpoint
 from aserve.weights.fill import fill
 from aserve.weights.gguf_file import GgufFile
+from aserve.weights.memory import check_memory, explain_exhaustion
 from aserve.weights.packed_cache import PackedCache
 from aserve.weights.random_weights import fill_with_random
 from aserve.weights.safetensors_folder import SafetensorsFolder
@@ -32,21 +33,29 @@ def load_model(
 ) -> LoadedModel:
     """Load ``files`` in one pass; ``quantization`` is "auto", "none", "int8" or a quant method's own name.
 
-    Raises ConfigError for a model that is not supported, WeightsError (a ConfigError) naming tensor and file for a
-    checkpoint that is incomplete or damaged.
+    Raises ConfigError for a model that is not supported or does not fit on the GPU, WeightsError (a ConfigError)
+    naming tensor and file for a checkpoint that is incomplete or damaged.
     """
     method = resolve_quantization(quantization, device, is_demo=files.is_demo)
     weights = WeightFormat(method, dtype, device)
-    if files.config is not None:
-        model = Decoder(DecoderConfig.from_hf(files.config), weights, operators)
-        fill_with_random(model)
-    else:
-        model = _load_checkpoint(open_checkpoint(files), weights, operators)
+    with explain_exhaustion(device, "loading weights"):
+        if files.config is not None:
+            model = _draw(DecoderConfig.from_hf(files.config), weights, operators)
+        else:
+            model = _load_checkpoint(open_checkpoint(files), weights, operators)
     return LoadedModel(model, model.config)
+
+
+def _draw(config: DecoderConfig, weights: WeightFormat, operators: Operators) -> Decoder:
+    model = Decoder(config, weights, operators)
+    check_memory(model, weights)
+    fill_with_random(model)
+    return model
 
 
 def _load_checkpoint(checkpoint: Checkpoint, weights: WeightFormat, operators: Operators) -> Decoder:
     model = Decoder(checkpoint.config, weights, operators)
+    check_memory(model, weights)
     cache = PackedCache(checkpoint, weights) if weights.method.layout else None
     if cache is None or not cache.restore(model):
         fill(model, checkpoint)

@@ -8,7 +8,7 @@ from aserve.attention.torch_backend import TorchBackend
 from aserve.errors import ConfigError
 from aserve.kernels.choose import choose_operators
 from aserve.kernels.operators import KVTarget, Operators
-from aserve.runner.kv_pool import KVLayout, allocate_pool, check_offsets, count_pages
+from aserve.runner.kv_pool import GIB, KVLayout, allocate_pool, check_offsets, count_pages, gpu_memory_gib
 
 CPU = torch.device("cpu")
 DEMO = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, dtype=torch.bfloat16, device=CPU)
@@ -31,6 +31,22 @@ def test_pages_in_a_gib() -> None:
 def test_memory_for_no_page_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"kv_memory_gib 0.0001 holds no page: one takes 368640 bytes"):
         count_pages(DEMO, 16, 0.0001)
+
+
+def test_pages_get_what_the_gpu_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 GiB a tenth stays unused, 20 hold weights, 6 are for steps and graphs."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB, 100 * GIB))
+    assert gpu_memory_gib(torch.device("cuda"), 0.9, 6 * GIB) == pytest.approx(64)
+
+
+def test_a_gpu_with_nothing_left_for_pages_is_refused_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (11 * GIB, 80 * GIB))
+    message = (
+        r"no GPU memory is left for KV pages: 11\.00 of 80\.00 GiB are free, steps and graphs need 4\.00 GiB, and "
+        r"kv_memory_fraction 0\.9 keeps 8\.00 GiB unused; lower max_num_seqs"
+    )
+    with pytest.raises(ConfigError, match=message):
+        gpu_memory_gib(torch.device("cuda"), 0.9, 4 * GIB)
 
 
 def test_the_pool_has_a_dummy_page_beyond_the_numbered_ones() -> None:
