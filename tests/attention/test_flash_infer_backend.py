@@ -217,6 +217,28 @@ def test_a_plan_without_splits_is_kept_until_another_takes_its_place() -> None:
     assert len(kernel.requests) == 6
 
 
+def test_a_kept_plan_is_not_taken_for_that_of_a_mixed_step() -> None:
+    """As many decodes of as many, but in a graph of its own, where keys may be split."""
+    backend = make_backend(WIDE)
+    shapes = (CaptureShape(4, 4, 0), CaptureShape(40, 4, 2))
+    captured = [CapturedCase.make(shape, 6, 16) for shape in shapes]
+    plans = [backend.prepare_capture(each.shape, each.tables) for each in captured]
+    assert [plan.sections[0].splits_keys for plan in plans] == [False, True]
+    cases = [
+        make_case(WIDE, [1, 1], [9, 40], 2, dtype=BF16),
+        make_case(WIDE, [1, 1, 7], [90, 16, 33], 2, dtype=BF16),
+    ]
+    for place in (0, 1, 0, 0, 1, 1):
+        case, each, plan = cases[place], captured[place], plans[place]
+        backend.prepare_replay(plan, each.fill(case, int(case.batch.page_table[0, 0])))
+        backend.convert(plan)
+        q = torch.zeros(each.shape.num_tokens, 8, 64, dtype=BF16)
+        q[: len(case.q)] = case.q
+        output, lse = backend.forward(q, case.layer_kv, plan, WIDE, return_lse=True)
+        check(output, lse, case, WIDE)
+        assert kernel_of(backend, "decode", WIDE).requests[-1].splits_keys == bool(place)
+
+
 def test_a_plan_that_splits_keys_unasked_is_never_kept() -> None:
     backend = make_backend(PLAIN)
     kernel = kernel_of(backend, "decode", PLAIN)
