@@ -60,7 +60,8 @@ class FlashInferBackend(AttentionBackend):
         super().__init__(problem, device, phases)
         self.planner = SectionPlanner(problem, device, phases, load, new_ring)
         self._captured_lists: dict[Phase, PageLists] = {}
-        self._planned_decodes: tuple[int, int] | None = None  # graph size and real decodes of the plan on the device
+        # Graph size, real decodes and whether keys may be split, of the plan that is on the device.
+        self._planned_decodes: tuple[int, int, bool] | None = None
         self._rows = torch.arange(problem.max_num_seqs, dtype=torch.int32, device=device)
 
     @classmethod
@@ -183,9 +184,10 @@ class FlashInferBackend(AttentionBackend):
     def _plan_decodes(self, section: Section, lens: StepLens) -> None:
         """Plan unless the workspaces hold this very plan."""
         num_seqs, num_decodes = section.num_tokens, int(lens.cu_query_lens[0])
-        if self._planned_decodes == (num_seqs, num_decodes):
+        content = (num_seqs, num_decodes, section.splits_keys)
+        if section.plans and self._planned_decodes == content:
             return
         query_starts = np.zeros(num_seqs + 2, np.int32)
         np.minimum(np.arange(num_seqs + 1), num_decodes, out=query_starts[1:], casting="unsafe")
         self.planner.plan(section, lens.key_lens[:num_seqs], query_starts)
-        self._planned_decodes = (num_seqs, num_decodes) if section.is_for_all_lens else None
+        self._planned_decodes = content if section.is_for_all_lens else None

@@ -79,6 +79,7 @@ class Sampler:
         self._upload = upload
         self._eos_token_ids = eos_token_ids
         self._params = RowParams(num_rows, vocab_size)
+        self._never = torch.full((), -torch.inf, device=device)  # on the device: a number there would be a wait
         self._counts = TokenCounts(num_rows, vocab_size, device)
         self._final_ids: dict[int, IntArray] = {}  # row -> ids that min_tokens forbids
 
@@ -149,7 +150,7 @@ class Sampler:
         if (places := np.flatnonzero(is_early)).size:
             final_ids = [self._final_ids[row] for row in rows[places].tolist()]
             banned = np.repeat(places, [len(ids) for ids in final_ids]), np.concatenate(final_ids)
-            logits[self._upload(banned[0]), self._upload(banned[1])] = -torch.inf
+            logits.index_put_((self._upload(banned[0]), self._upload(banned[1])), self._never)
         if (places := np.flatnonzero(needs & Need.PENALTIES)).size:
             at, table_rows = self._upload(places), self._upload(rows[places])
             penalties = self._upload(self._params.values[rows[places], Column.PENALTIES])

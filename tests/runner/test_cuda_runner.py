@@ -139,7 +139,7 @@ def test_a_slow_device_gives_the_same_tokens(files: ModelFiles, monkeypatch: pyt
     runner.close()
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch calls it a prototype
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_steady_steps_neither_wait_nor_allocate(files: ModelFiles) -> None:
     """A hundred decode steps under the profiler, with torch's own alarm for hidden waits on."""
     runner = make(files, attention_backend="fi")

@@ -100,7 +100,6 @@ def test_a_captured_pick_follows_its_inputs(is_filtered: bool) -> None:
     assert (pool[num_rows] == -5).all()
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch calls it a prototype
 def test_the_sampler_neither_waits_nor_compiles() -> None:
     """All parameters at once, under the mode in which torch raises at a synchronisation; uploads are pinned."""
 

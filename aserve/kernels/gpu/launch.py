@@ -4,7 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-OVERLAP_LAUNCHES = False
+OVERLAP_LAUNCHES = True
 """Whether kernels start while the one before them still runs (programmatic dependent launch, from Hopper on)."""
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

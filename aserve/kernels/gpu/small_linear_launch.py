@@ -37,7 +37,19 @@ class SmallLinearShape:
     is_gated: bool = False
 
 
-MEASURED: dict[SmallLinearShape, SmallLinearLaunch] = {}
+MEASURED: dict[SmallLinearShape, SmallLinearLaunch] = {  # on an H200, with overlapping launches
+    # Qwen3-0.6B
+    SmallLinearShape(4096, 1024, 1): SmallLinearLaunch(8, 1024, 4, 1),
+    SmallLinearShape(1024, 2048, 1): SmallLinearLaunch(2, 2048, 4, 1),
+    SmallLinearShape(3072, 1024, 1, is_gated=True): SmallLinearLaunch(1, 1024, 2, 2),
+    SmallLinearShape(1024, 3072, 1): SmallLinearLaunch(2, 4096, 8, 1),
+    SmallLinearShape(151936, 1024, 1): SmallLinearLaunch(4, 1024, 2, 2),
+    # Qwen3-8B, Llama-3.1-8B
+    SmallLinearShape(6144, 4096, 1): SmallLinearLaunch(2, 4096, 4, 2),
+    SmallLinearShape(4096, 4096, 1): SmallLinearLaunch(2, 4096, 4, 4),
+    SmallLinearShape(12288, 4096, 1, is_gated=True): SmallLinearLaunch(1, 4096, 8, 8),
+    SmallLinearShape(4096, 12288, 1): SmallLinearLaunch(1, 16384, 16, 16),
+}
 
 
 def choose_launch(num_outputs: int, width: int, token_slots: int, is_gated: bool) -> SmallLinearLaunch:
