@@ -244,6 +244,7 @@ def test_a_cuda_device_gets_them_where_triton_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert isinstance(choose_operators(cuda), GpuOperators)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING):

@@ -4,15 +4,12 @@ import torch
 import triton
 from torch import Tensor
 
-OVERLAP_LAUNCHES = True
-"""Whether kernels start while the one before them still runs (programmatic dependent launch, from Hopper on)."""
-
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def can_overlap(device: torch.device) -> bool:
-    """Whether kernels on ``device`` are to overlap."""
-    return OVERLAP_LAUNCHES and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether kernels can start while the one before them still runs (programmatic dependent launch, from Hopper on)."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launch_options(overlap: bool) -> dict[str, bool]:
