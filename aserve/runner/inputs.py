@@ -1,8 +1,4 @@
-"""From a StepPlan to the host arrays that a step uploads; pure, vectorised, no torch.
-
-For a graph the arrays are padded: rows past the plan's own are rewritten on every fill, so nothing of
-an earlier, larger step is left (query length 0, key length 1, the dummy row at position 0).
-"""
+"""From a StepPlan to the host arrays that a step uploads; pure, vectorised, no torch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +13,13 @@ IntArray = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Views into the buffers of one step: S sequences and T tokens (both padded), N sampled rows."""
+    """Views into the buffers of one step: S sequences, T tokens, N sampled rows."""
 
-    num_seqs: int  # without padding
-    num_tokens: int  # without padding
     is_fresh: bool  # no row has keys from earlier steps
     rows: IntArray  # [S] int64, of page table and token pool
     query_lens: IntArray  # [S] int32
     key_lens: IntArray  # [S] int32
-    cu_query_lens: IntArray  # [S + 1] int32, constant after num_seqs
+    cu_query_lens: IntArray  # [S + 1] int32
     cu_key_lens: IntArray  # [S + 1] int32
     token_rows: IntArray  # [T] int64, the row of each token
     positions: IntArray  # [T] int64
@@ -42,7 +36,6 @@ class InputBuffers:
     """Host memory for the inputs of one step at a time; whoever reads the views is done before the next ``fill``."""
 
     def __init__(self, max_num_seqs: int, max_num_tokens: int) -> None:
-        self._dummy_row = max_num_seqs
         self._rows = np.zeros(max_num_seqs, np.int64)
         self._query_lens = np.zeros(max_num_seqs, np.int32)
         self._key_lens = np.zeros(max_num_seqs, np.int32)
@@ -52,42 +45,35 @@ class InputBuffers:
         self._positions = np.zeros(max_num_tokens, np.int64)
         self._steps = np.arange(max_num_tokens, dtype=np.int64)
 
-    def fill(self, plan: StepPlan, padded_num_seqs: int | None = None) -> StepInputs:
-        """Lay out ``plan``; a decode plan may be padded to ``padded_num_seqs`` rows of one token each."""
+    def fill(self, plan: StepPlan) -> StepInputs:
+        """Lay out ``plan``."""
         n, num_tokens = len(plan.rows), plan.num_tokens
-        size = n if padded_num_seqs is None else padded_num_seqs
         computed = np.array(plan.num_computed, np.int64)
-        self._fill_seqs(plan, computed, size)
-        self._fill_tokens(computed, n, num_tokens, num_tokens + size - n)
+        self._fill_seqs(plan, computed, n)
+        self._fill_tokens(computed, n, num_tokens)
         sampled_seqs = np.flatnonzero(np.array(plan.is_sampled, bool))
         return StepInputs(
-            num_seqs=n,
-            num_tokens=num_tokens,
             is_fresh=not computed.any(),
-            rows=self._rows[:size],
-            query_lens=self._query_lens[:size],
-            key_lens=self._key_lens[:size],
-            cu_query_lens=self._cu_query_lens[: size + 1],
-            cu_key_lens=self._cu_key_lens[: size + 1],
-            token_rows=self._token_rows[: num_tokens + size - n],
-            positions=self._positions[: num_tokens + size - n],
+            rows=self._rows[:n],
+            query_lens=self._query_lens[:n],
+            key_lens=self._key_lens[:n],
+            cu_query_lens=self._cu_query_lens[: n + 1],
+            cu_key_lens=self._cu_key_lens[: n + 1],
+            token_rows=self._token_rows[:num_tokens],
+            positions=self._positions[:num_tokens],
             sampled_seqs=sampled_seqs,
             sampled_tokens=self._cu_query_lens[sampled_seqs + 1].astype(np.int64) - 1,
         )
 
-    def _fill_seqs(self, plan: StepPlan, computed: NDArray[np.int64], size: int) -> None:
-        n = len(plan.rows)
-        self._rows[:n], self._rows[n:size] = plan.rows, self._dummy_row
-        self._query_lens[:n], self._query_lens[n:size] = plan.num_scheduled, 0
+    def _fill_seqs(self, plan: StepPlan, computed: NDArray[np.int64], n: int) -> None:
+        self._rows[:n] = plan.rows
+        self._query_lens[:n] = plan.num_scheduled
         self._key_lens[:n] = computed + self._query_lens[:n]
-        self._key_lens[n:size] = 1
-        np.cumsum(self._query_lens[:size], out=self._cu_query_lens[1 : size + 1])
-        np.cumsum(self._key_lens[:size], out=self._cu_key_lens[1 : size + 1])
+        np.cumsum(self._query_lens[:n], out=self._cu_query_lens[1 : n + 1])
+        np.cumsum(self._key_lens[:n], out=self._cu_key_lens[1 : n + 1])
 
-    def _fill_tokens(self, computed: NDArray[np.int64], n: int, num_tokens: int, size: int) -> None:
+    def _fill_tokens(self, computed: NDArray[np.int64], n: int, num_tokens: int) -> None:
         query_lens = self._query_lens[:n]
         self._token_rows[:num_tokens] = np.repeat(self._rows[:n], query_lens)
         first_tokens = self._cu_query_lens[:n] - computed  # where position 0 of each row would stand
         self._positions[:num_tokens] = self._steps[:num_tokens] - np.repeat(first_tokens, query_lens)
-        self._token_rows[num_tokens:size] = self._dummy_row
-        self._positions[num_tokens:size] = 0

@@ -64,7 +64,7 @@ class DeviceTables:
         batch = AttentionBatch(
             query_lens=inputs.query_lens.tolist(),
             key_lens=inputs.key_lens.tolist(),
-            num_decodes=plan.num_decodes + len(inputs.rows) - inputs.num_seqs,
+            num_decodes=plan.num_decodes,
             cu_query_lens=cu_query_lens,
             key_lens_device=self._upload(inputs.key_lens),
             page_table=self.page_table[:, :width].index_select(0, self._upload(inputs.rows)),
@@ -76,12 +76,11 @@ class DeviceTables:
 
     def _prefix_sums(self, inputs: StepInputs, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """Upload only what is new: decodes count 0, 1, 2, ...; without earlier keys both sums are one tensor."""
-        is_padded = len(inputs.rows) != inputs.num_seqs
-        if inputs.is_fresh and not is_padded:
+        if inputs.is_fresh:
             cu_key_lens = self._upload(inputs.cu_key_lens)
             return cu_key_lens, cu_key_lens
-        if plan.is_decode and not is_padded:
-            return self._prefix_sums_of_decodes[: inputs.num_seqs + 1], self._upload(inputs.cu_key_lens)
+        if plan.is_decode:
+            return self._prefix_sums_of_decodes[: len(inputs.rows) + 1], self._upload(inputs.cu_key_lens)
         return self._upload(inputs.cu_query_lens), self._upload(inputs.cu_key_lens)
 
     def store_sampled(self, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: Tensor) -> None:

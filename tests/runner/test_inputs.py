@@ -3,7 +3,6 @@
 import random
 
 import numpy as np
-import pytest
 import torch
 
 from aserve.runner.inputs import InputBuffers, StepInputs
@@ -66,44 +65,6 @@ def test_random_steps_over_dirty_buffers() -> None:
     for _ in range(300):
         spans = random_spans(source)
         check_against_loops(buffers.fill(plan_of(spans)), spans)
-
-
-@pytest.mark.parametrize("num_rows", range(1, ROWS + 1))
-def test_padding_resets_every_row_after_a_larger_step(num_rows: int) -> None:
-    """Rows n..cap: the dummy row at position 0, key length 1, its slot on the dummy page, prefix sums constant."""
-    buffers, tables = InputBuffers(ROWS, 200), make_tables()
-    buffers.fill(plan_of([(row, 40, 9, True) for row in range(ROWS)]))  # leaves dirt everywhere
-    spans = [(row, 10 + row, 1, True) for row in range(num_rows)]
-    plan = plan_of(spans, num_decodes=num_rows)
-    plan.page_updates = [(row, index, row * 10 + index) for row in range(num_rows) for index in range(5)]
-    tables.update(plan)
-    inputs = buffers.fill(plan, padded_num_seqs=ROWS)
-    num_padded = ROWS - num_rows
-    assert inputs.num_seqs == inputs.num_tokens == num_rows
-    assert inputs.rows[num_rows:].tolist() == [ROWS] * num_padded
-    assert inputs.query_lens[num_rows:].tolist() == [0] * num_padded
-    assert inputs.key_lens[num_rows:].tolist() == [1] * num_padded
-    assert inputs.token_rows[num_rows:].tolist() == [ROWS] * num_padded
-    assert inputs.positions[num_rows:].tolist() == [0] * num_padded
-    assert inputs.cu_query_lens.tolist() == [*range(num_rows + 1), *[num_rows] * num_padded]
-    assert inputs.sampled_seqs.tolist() == list(range(num_rows))
-    step = tables.gather(inputs, plan)
-    batch = step.batch
-    assert batch.num_decodes == ROWS
-    assert step.slot_mapping[num_rows:].tolist() == [NUM_PAGES * PAGE_SIZE] * num_padded
-    assert batch.page_table[num_rows:].unique().tolist() == ([NUM_PAGES] if num_padded else [])
-    assert (batch.page_table[:num_rows, : 10 // PAGE_SIZE] < NUM_PAGES).all()
-    assert batch.cu_query_lens.tolist() == inputs.cu_query_lens.tolist()
-
-
-def test_the_arrays_are_those_that_a_graph_would_have_captured() -> None:
-    """Addresses do not move between fills."""
-    buffers = InputBuffers(ROWS, 200)
-    addresses = set()
-    for count in (1, 5, ROWS):
-        inputs = buffers.fill(plan_of([(row, 3, 1, True) for row in range(count)], count), padded_num_seqs=ROWS)
-        addresses.add(tuple(array.ctypes.data for array in (inputs.rows, inputs.key_lens, inputs.cu_query_lens)))
-    assert len(addresses) == 1
 
 
 def test_three_kinds_of_prefix_sums() -> None:

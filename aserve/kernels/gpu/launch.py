@@ -8,7 +8,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def can_overlap(device: torch.device) -> bool:
-    """Whether kernels can start while the one before them still runs (programmatic dependent launch, from Hopper on)."""
+    """Whether a kernel can start while the one before it still runs (programmatic dependent launch, from Hopper on)."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
