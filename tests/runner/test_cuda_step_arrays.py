@@ -39,7 +39,7 @@ MIXED = plan_of([(4, 9, 1, True), (1, 3, 1, True), (0, 0, 5, True), (2, 8, 3, Fa
 
 def test_a_mixed_step_keeps_decodes_and_chunks_in_their_sections() -> None:
     arrays = dirty_arrays()
-    lens = StepFiller(ROWS).fill(arrays, MIXED, CaptureShape(num_tokens=16, num_decodes=4, num_chunks=3))
+    lens, _ = StepFiller(ROWS).fill(arrays, MIXED, CaptureShape(num_tokens=16, num_decodes=4, num_chunks=3), 5)
     assert arrays.rows[:8].tolist() == [4, 1, 6, 6, 0, 2, 6, 6]
     assert arrays.query_lens[:8].tolist() == [1, 1, 0, 0, 5, 3, 0, 16 - 10]
     assert arrays.query_starts[[0, 1, 4, 5, 7]].tolist() == [0, 1, 2, 7, 10]
@@ -52,23 +52,34 @@ def test_a_mixed_step_keeps_decodes_and_chunks_in_their_sections() -> None:
 def test_padding_decodes_have_one_key_and_no_query(count: int) -> None:
     arrays = dirty_arrays()
     plan = plan_of([(row, 10 + row, 1, True) for row in range(count)], count)
-    lens = StepFiller(ROWS).fill(arrays, plan, decode_shape(ROWS))
+    lens, _ = StepFiller(ROWS).fill(arrays, plan, decode_shape(ROWS), ROWS)
     pad = ROWS - count
-    assert arrays.rows[: ROWS + 1].tolist() == [*range(count), *[6] * (pad + 1)]
-    assert lens.key_lens.tolist() == [*range(11, 11 + count), *[1] * pad]
+    assert arrays.rows[: ROWS + 1].tolist() == [*reversed(range(count)), *[6] * (pad + 1)]
+    assert lens.key_lens.tolist() == [*reversed(range(11, 11 + count)), *[1] * pad]
     assert arrays.query_lens[: ROWS + 1].tolist() == [1] * count + [0] * pad + [pad]
     assert arrays.query_starts[ROWS] == count
 
 
 def test_sampled_rows_are_listed_in_plan_order_and_padded() -> None:
     arrays = dirty_arrays()
-    rows = StepFiller(ROWS).fill_sampled(arrays, MIXED, 5)
+    _, rows = StepFiller(ROWS).fill(arrays, MIXED, CaptureShape(16, 4, 3), 5)
     assert (rows.rows.tolist(), rows.positions.tolist()) == ([4, 1, 0], [10, 4, 5])
     assert arrays.sampled_tokens[:5].tolist() == [0, 1, 6, 0, 0]
     assert arrays.sampled_rows[:5].tolist() == [4, 1, 0, 6, 6]
     assert arrays.sampled_positions[:5].tolist() == [10, 4, 5, 0, 0]
     assert arrays.temperatures[3:5].tolist() == [0, 0]
     assert arrays.uniforms[3:5].tolist() == [0, 0]
+
+
+def test_decodes_with_most_keys_stand_first_and_samples_keep_the_order_of_the_plan() -> None:
+    arrays = dirty_arrays()
+    plan = plan_of([(0, 4, 1, True), (1, 9, 1, True), (2, 4, 1, True), (3, 20, 1, True)], 4)
+    lens, sampled = StepFiller(ROWS).fill(arrays, plan, decode_shape(5), 5)
+    assert arrays.rows[:5].tolist() == [3, 1, 0, 2, 6]
+    assert lens.key_lens.tolist() == [21, 10, 5, 5, 1]
+    assert sampled.rows.tolist() == [0, 1, 2, 3]
+    assert arrays.sampled_tokens[:5].tolist() == [2, 1, 3, 0, 0]
+    assert arrays.sampled_positions[:5].tolist() == [5, 10, 5, 21, 0]
 
 
 @pytest.mark.parametrize("shape", [CaptureShape(16, 4, 3), exact_shape(MIXED)])
@@ -78,7 +89,7 @@ def test_the_kernel_finds_every_token_where_the_tables_say(shape: CaptureShape) 
     table = torch.randperm((ROWS + 1) * 5, generator=generator).view(ROWS + 1, 5).int()
     layout = ArrayLayout(ROWS)
     words = np.full(layout.num_words, DIRT, np.int32)
-    StepFiller(ROWS).fill(layout.host_views(words), MIXED, shape)
+    StepFiller(ROWS).fill(layout.host_views(words), MIXED, shape, 5)
     arrays = layout.device_views(torch.from_numpy(words))
     num_seqs = shape.num_decodes + shape.num_chunks
     spans = SequenceSpans(

@@ -39,8 +39,8 @@ class Staging:
         num_words = self._layout.num_words + num_places + sum(len(start.token_ids) for start in plan.row_starts)
         slot = self._slots.acquire(num_words)
         arrays = slot.arrays
-        lens = self._filler.fill(arrays, plan, shape)
-        sampled = self._filler.fill_sampled(arrays, plan, max(head_size, self._state.num_sampled(shape)))
+        num_sampled = max(head_size, self._state.num_sampled(shape))
+        lens, sampled = self._filler.fill(arrays, plan, shape, num_sampled)
         count = len(sampled.rows)
         is_plain = self._sampler.are_plain(sampled.rows, sampled.positions)
         if is_plain:

@@ -85,52 +85,69 @@ class StepRows:
 
 
 class StepFiller:
-    """Lays plans out for rows ``0 .. max_num_seqs - 1``; the dummy row comes after these."""
+    """Lays plans out for rows ``0 .. max_num_seqs - 1``; the dummy row comes after these.
+
+    Decodes stand in the order of their keys, most first: thread blocks start in order, and the last to start should be
+    the quickest to end.
+    """
 
     def __init__(self, max_num_seqs: int) -> None:
         self._dummy_row = max_num_seqs
 
-    def fill(self, arrays: Fields, plan: StepPlan, shape: CaptureShape) -> StepLens:
-        """Write the sequences of ``plan``, padded to ``shape``; everything but the sampled rows."""
-        num_decodes, num_seqs = plan.num_decodes, len(plan.rows)
-        rows = np.array(plan.rows, np.int32)
-        lens = np.array(plan.num_scheduled, np.int32)
-        ends = np.cumsum(lens, dtype=np.int32)
+    def fill(self, arrays: Fields, plan: StepPlan, shape: CaptureShape, num_sampled: int) -> tuple[StepLens, StepRows]:
+        """Write the sequences of ``plan``, padded to ``shape``, and which of them are sampled, padded to that number.
+
+        How they are sampled is left to the caller, but for the padding.
+        """
+        num_decodes = plan.num_decodes
+        rows, lens = np.array(plan.rows, np.int32), np.array(plan.num_scheduled, np.int32)
+        key_lens = np.array(plan.num_computed, np.int32) + lens
+        order = np.arange(len(rows))
+        order[:num_decodes] = np.argsort(-key_lens[:num_decodes], kind="stable")
+        tokens = np.empty(len(rows), np.int32)  # the last token of each sequence, in plan order
+        tokens[order] = np.cumsum(lens[order]) - 1
+        step_lens = self._fill_sequences(arrays, shape, num_decodes, rows[order], lens[order], key_lens[order])
+        places = np.flatnonzero(plan.is_sampled)
+        sampled = StepRows(rows[places].astype(np.int64), key_lens[places].astype(np.int64))
+        self._fill_sampled(arrays, sampled, tokens[places], num_sampled)
+        return step_lens, sampled
+
+    def _fill_sequences(
+        self,
+        arrays: Fields,
+        shape: CaptureShape,
+        num_decodes: int,
+        rows: NDArray[np.int32],
+        lens: NDArray[np.int32],
+        key_lens: NDArray[np.int32],
+    ) -> StepLens:
+        num_chunks, ends = len(rows) - num_decodes, np.cumsum(lens, dtype=np.int32)
         num_tokens = int(lens.sum())
         border, end = shape.num_decodes, shape.num_decodes + shape.num_chunks
-        sections = (slice(0, num_decodes), slice(num_decodes, num_seqs))
-        pads = (slice(num_decodes, border), slice(border + num_seqs - num_decodes, end))
-        places = (slice(0, num_decodes), slice(border, border + num_seqs - num_decodes))
-        key_lens = np.array(plan.num_computed, np.int32) + lens
-        for section, place, pad, start, padding_key_len in zip(
-            sections, places, pads, (num_decodes, num_tokens), (1, 0), strict=True
+        for section, first, stop, padding_start, padding_key_len in (
+            (slice(0, num_decodes), 0, border, num_decodes, 1),
+            (slice(num_decodes, None), border, end, num_tokens, 0),
         ):
-            arrays.rows[place], arrays.rows[pad] = rows[section], self._dummy_row
-            arrays.query_lens[place], arrays.query_lens[pad] = lens[section], 0
-            arrays.query_starts[place], arrays.query_starts[pad] = (ends - lens)[section], start
-            arrays.key_lens[place], arrays.key_lens[pad] = key_lens[section], padding_key_len
+            used = first + len(rows[section])
+            place, padding = slice(first, used), slice(used, stop)
+            arrays.rows[place], arrays.rows[padding] = rows[section], self._dummy_row
+            arrays.query_lens[place], arrays.query_lens[padding] = lens[section], 0
+            arrays.query_starts[place], arrays.query_starts[padding] = (ends - lens)[section], padding_start
+            arrays.key_lens[place], arrays.key_lens[padding] = key_lens[section], padding_key_len
         arrays.rows[end] = self._dummy_row
         arrays.query_starts[end], arrays.query_lens[end] = num_tokens, shape.num_tokens - num_tokens
         cu_chunk_lens = arrays.cu_chunk_lens[: shape.num_chunks + 1]
         cu_chunk_lens[0] = num_decodes
-        cu_chunk_lens[1 : num_seqs - num_decodes + 1] = ends[num_decodes:]
-        cu_chunk_lens[num_seqs - num_decodes + 1 :] = num_tokens
+        cu_chunk_lens[1 : num_chunks + 1], cu_chunk_lens[num_chunks + 1 :] = ends[num_decodes:], num_tokens
         return StepLens(arrays.key_lens[:end], cu_chunk_lens)
 
-    def fill_sampled(self, arrays: Fields, plan: StepPlan, size: int) -> StepRows:
-        """Write which rows are sampled, padded to ``size``; the caller writes how."""
-        lens = np.array(plan.num_scheduled, np.int64)
-        ends = np.cumsum(lens)
-        places = np.flatnonzero(plan.is_sampled)
-        count = len(places)
-        rows = np.array(plan.rows, np.int64)[places]
-        positions = (np.array(plan.num_computed, np.int64) + lens)[places]
+    def _fill_sampled(self, arrays: Fields, sampled: StepRows, tokens: NDArray[np.int32], size: int) -> None:
+        count = len(tokens)
         for array, values, padding in (
-            (arrays.sampled_tokens, ends[places] - 1, 0),
-            (arrays.sampled_rows, rows, self._dummy_row),
-            (arrays.sampled_positions, positions, 0),
+            (arrays.sampled_tokens, tokens, 0),
+            (arrays.sampled_rows, sampled.rows, self._dummy_row),
+            (arrays.sampled_positions, sampled.positions, 0),
         ):
             array[:count], array[count:size] = values, padding
         arrays.temperatures[count:size] = 0.0
         arrays.uniforms[count:size] = 0.0
-        return StepRows(rows, positions)
