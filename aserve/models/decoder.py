@@ -32,7 +32,7 @@ class Decoder:
         )
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext, *, out: Tensor | None = None) -> Tensor:
-        """Run token_ids [T] int64 through all layers; return what ``compute_logits`` takes, [T, E], in ``out`` if given."""
+        """Run token_ids [T] int64 through all layers; return what ``compute_logits`` takes, [T, E], in ``out``."""
         update = self._embed(token_ids)
         residual: Tensor | None = None
         for layer in self._layers:
@@ -41,7 +41,7 @@ class Decoder:
         return torch.add(residual, update, out=out) if out is not None else residual + update
 
     def compute_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return float32 logits [N, V] for those rows of ``forward``'s result that are needed, [N, E]; in ``out`` if given."""
+        """Return float32 logits [N, V], in ``out``, for those rows of ``forward``'s result that are needed, [N, E]."""
         return self._operators.norm_logits(hidden, self._norm.weight, self.config.rms_norm_eps, self._head, out=out)
 
     def weighted_layers(self) -> list[WeightedLayer]:

@@ -12,7 +12,7 @@ from aserve.errors import ClientError
 from aserve.server.generation import send_json
 from aserve.server.json_body import read_json
 from aserve.server.prompts import parse_prompts
-from aserve.server.schema import Messages, TemplateKwargs, check_template_kwargs, convert_body
+from aserve.server.schema import Messages, check_template_kwargs, convert_body
 from aserve.server.state import ServerState
 
 JsonAnswer = Callable[[Scope, Receive], Awaitable[Any]]
@@ -35,7 +35,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    chat_template_kwargs: TemplateKwargs = msgspec.field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):

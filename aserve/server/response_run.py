@@ -47,7 +47,7 @@ class ResponseRun:
     async def execute(self, items: list[Item]) -> ResponseStatus:
         """Answer ``items``; raise what is known before the first event, after which nothing was written."""
         with blaming("input"):
-            prompt_ids = await self._engine.encode(chat_messages(items))
+            prompt_ids = await self._engine.encode(chat_messages(items), template_kwargs=self._request.template_kwargs)
         self._num_prompt_tokens = len(prompt_ids)
         if not self._is_cancelled:
             self._submit(prompt_ids)

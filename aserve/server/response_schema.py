@@ -14,7 +14,7 @@ from aserve.errors import ClientError
 from aserve.request import SamplingParams
 from aserve.server import schema
 from aserve.server.response_items import Item, MessageItem
-from aserve.server.schema import CommonBody, convert_body, sampling_params
+from aserve.server.schema import CommonBody, check_template_kwargs, convert_body, sampling_params
 from aserve.tokenizer.messages import ROLES, TEXT_PARTS
 
 logger = logging.getLogger(__name__)
@@ -24,9 +24,9 @@ MAX_METADATA = 16
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
 
 WITH_EFFECT = frozenset({
-    "background", "generate", "include", "input", "instructions", "max_output_tokens", "metadata", "model",
-    "previous_response_id", "prompt_cache_options", "stream_id", "text", "tool_choice", "tools", "top_logprobs",
-    "truncation", "type",
+    "background", "chat_template_kwargs", "generate", "include", "input", "instructions", "max_output_tokens",
+    "metadata", "model", "previous_response_id", "prompt_cache_options", "stream_id", "text", "tool_choice", "tools",
+    "top_logprobs", "truncation", "type",
 })  # fmt: skip
 SAMPLING_FIELDS = (  # of ``CommonBody``, with the same meaning
     "frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p", "min_tokens",
@@ -81,6 +81,7 @@ class ResponseRequest:
     generate: bool
     tool_choice: str
     user: str | None
+    template_kwargs: dict[str, Any]
 
 
 def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest:
@@ -102,7 +103,9 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
         generate=generate,
         tool_choice=_read(fields, "tool_choice", str) or "auto",
         user=_read(fields, "user", str),
+        template_kwargs=_read(fields, "chat_template_kwargs", dict) or {},
     )
+    check_template_kwargs(request.template_kwargs)
     if not request.items and request.previous_response_id is None and request.instructions is None:
         raise ClientError("input is required", param="input", code="missing_required_parameter")
     return request

@@ -51,7 +51,6 @@ REFUSED = frozenset({
 })  # fmt: skip
 
 
-TemplateKwargs = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_KWARGS)]
 Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -100,7 +99,7 @@ class ChatBody(CommonBody, kw_only=True):
     messages: Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: TemplateKwargs = msgspec.field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -159,6 +158,10 @@ def parse_chat(body: Mapping[str, Any], vocab_size: int) -> tuple[ChatBody, Answ
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     """Raise ClientError for more than a template has use for."""
+    if len(kwargs) > MAX_TEMPLATE_KWARGS:
+        raise ClientError(
+            f"chat_template_kwargs has more than {MAX_TEMPLATE_KWARGS} entries", param="chat_template_kwargs"
+        )
     try:
         num_bytes = len(orjson.dumps(kwargs))
     except TypeError:

@@ -45,9 +45,9 @@ def plain(demo_files: ModelFiles) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def with_bos(demo_files: ModelFiles) -> Tokenizer:
-    """The demo's tokenizer, but adding BOS to raw text, with a template that prints BOS too."""
+    """The demo's tokenizer, but adding BOS to raw text, with a template that prints BOS and takes a variable."""
     header = read_gguf_header(demo_files.path)
-    template = "{{ bos_token }}" + header.metadata["tokenizer.chat_template"]
+    template = f"{{{{ bos_token }}}}{{{{ preface }}}}{header.metadata['tokenizer.chat_template']}"
     changes = {"tokenizer.chat_template": template, "tokenizer.ggml.add_bos_token": True}
     return Tokenizer(*build_gguf_tokenizer(dataclasses.replace(header, metadata=header.metadata | changes)))
 
@@ -69,8 +69,14 @@ CONVERSATIONS = {
 }  # fmt: skip
 
 
-async def ask_both(tokenizer: Tokenizer, messages: list[dict[str, Any]], **create: Any) -> list[list[int]]:
-    """Return the prompts that the device saw for one conversation: over chat, then over the WebSocket."""
+async def ask_both(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], both: dict[str, Any] | None = None, **create: Any
+) -> list[list[int]]:
+    """Return the prompts that the device saw for one conversation: over chat, then over the WebSocket.
+
+    Fields of ``both`` go along each way.
+    """
+    both = both or {}
     device = Device(tokenizer)
     async with (
         scripted_engine(device, limits=LIMITS, tokenizer=tokenizer) as engine,
@@ -78,10 +84,10 @@ async def ask_both(tokenizer: Tokenizer, messages: list[dict[str, Any]], **creat
         live.connect() as socket,
         httpx.AsyncClient(base_url=live.http_url) as client,
     ):
-        body = json.dumps({"messages": messages})
+        body = json.dumps({"messages": messages, **both})
         answer = await client.post("/v1/chat/completions", content=body)
         assert answer.json()["choices"][0]["message"]["content"] == "Hello there", answer.text
-        assert text_of(await respond(socket, **(create or {"input": messages}))) == "Hello there"
+        assert text_of(await respond(socket, **(create or {"input": messages}), **both)) == "Hello there"
     return device.prompts
 
 
@@ -93,6 +99,16 @@ async def test_ids_are_the_same(name: str, kind: str, plain: Tokenizer, with_bos
     assert chat == socket
     expected = plain.encode_chat(CONVERSATIONS[name])
     assert socket == (expected if kind == "plain" else [BOS, *expected])
+
+
+@in_loop
+async def test_variables_of_the_request_reach_the_template(with_bos: Tokenizer) -> None:
+    kwargs = {"chat_template_kwargs": {"preface": "P<|im_end|>\n"}}
+    chat, socket = await ask_both(with_bos, CONVERSATIONS["hi"], kwargs)
+    spelled = with_bos.encode_chat([item("user", "P<|im_end|>\n")])
+    assert chat == socket != with_bos.encode_chat(CONVERSATIONS["hi"])
+    assert with_bos.decode(chat, skip_special_tokens=True).startswith("P<|im_end|>\nsystem")
+    assert chat.count(EOS) == spelled.count(EOS)  # what the request spells is no control token
 
 
 @in_loop

@@ -62,6 +62,14 @@ def test_sampling_fields_mean_what_they_mean_in_chat() -> None:
     assert request.priority == chat.priority == 7
 
 
+def test_template_variables_are_read_and_bounded() -> None:
+    kwargs = {"enable_thinking": False, "nested": {"a": [1, None]}}
+    assert create(chat_template_kwargs=kwargs).template_kwargs == kwargs
+    assert create().template_kwargs == {}
+    for wrong in ("x", [1], {"x": "y" * 70_000}, {f"v{n}": 1 for n in range(65)}):
+        assert refusal(chat_template_kwargs=wrong).param == "chat_template_kwargs"
+
+
 B37 = [
     {"logit_bias": {"49152": 5}}, {"logit_bias": {"-1": 5}}, {"logit_bias": {"x": 1}}, {"logit_bias": {"5": 101}},
     {"logit_bias": {str(i): 1 for i in range(301)}}, {"stop_token_ids": [49152]}, {"stop_token_ids": [-1]},
