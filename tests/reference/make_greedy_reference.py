@@ -35,12 +35,17 @@ def main() -> None:
         print(f"{prompt.name}: {len(token_ids)} tokens, least margin {min(generated['margins']):.4f}", flush=True)
         prompts.append({"name": prompt.name, "prompt_token_ids": token_ids, **generated})
     header = {
-        "model_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "model_sha256": hash_of(path),
         "transformers": transformers.__version__,
         "torch": torch.__version__,
     }
     rows = ",\n".join(json.dumps(prompt, separators=(",", ":")) for prompt in prompts)
     TARGET.write_text(f'{json.dumps(header)[:-1]}, "prompts": [\n{rows}\n]}}\n')
+
+
+def hash_of(path: Path) -> str:
+    """Return what identifies the weights that a reference was made with."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def load_in_transformers(path: Path) -> LlamaForCausalLM:
