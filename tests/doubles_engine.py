@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from doubles_tuning import make_engine
+
 from aserve.config import EngineConfig
 from aserve.engine.async_engine import AsyncEngine
 from aserve.errors import AserveError
@@ -180,7 +182,7 @@ def request(request_id: str, prompt: str | Sequence[int], **params: Any) -> Requ
 async def running_engine(runner: ScriptedRunner, tokenizer: Any = None, **settings: Any) -> AsyncIterator[AsyncEngine]:
     """Start an engine on ``runner``; at the end check that nothing is held, and that no task is left."""
     before = asyncio.all_tasks()
-    engine = AsyncEngine(EngineConfig(**settings), runner=runner, tokenizer=tokenizer or LetterTokenizer())
+    engine = make_engine(EngineConfig(**settings), runner=runner, tokenizer=tokenizer or LetterTokenizer())
     async with engine:
         yield engine
         assert engine._steps is not None

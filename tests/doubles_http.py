@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import uvloop
 from doubles_engine import until
+from doubles_tuning import make_engine
 
 from aserve.config import Config, EngineConfig, ServerConfig
 from aserve.demo_model import find_demo_model
@@ -135,10 +136,10 @@ async def live_server(
         engine=EngineConfig(served_model_name=MODEL, **(engine or {})), server=ServerConfig(port=0, **settings)
     )
     before = asyncio.all_tasks()
-    async with AsyncEngine(config.engine, runner=runner, tokenizer=demo_tokenizer()) as started:
+    async with make_engine(config.engine, runner=runner, tokenizer=demo_tokenizer()) as started:
         async with (
             running_server(config, started) as server,
-            httpx.AsyncClient(base_url=server.url, timeout=60, headers=headers) as http,
+            httpx.AsyncClient(base_url=server.url, timeout=60, headers=headers, verify=False) as http,
         ):
             yield Live(server.url, started, runner, server.state, server.loop_lag, http)
         assert not server.state._connections

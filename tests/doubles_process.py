@@ -1,6 +1,7 @@
 """A serving process of its own for tests: started on a free port, watched from outside, always ended."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -42,7 +43,7 @@ class ServingProcess:
     def status(self, path: str) -> int | None:
         """Return the status of a GET, None if nobody listens."""
         try:
-            return httpx.get(self.url + path, timeout=5).status_code
+            return httpx.get(self.url + path, timeout=5, verify=False).status_code
         except httpx.TransportError:
             return None
 
@@ -53,6 +54,14 @@ class ServingProcess:
             assert time.monotonic() < deadline, f"{path} is {seen}, not {status}\n{self.log}"
             assert self.process.poll() is None, self.log
             time.sleep(0.05)
+
+    def wait_for_start(self, count: int, timeout_s: float = 10.0) -> None:
+        """Wait until so many requests have got their first token."""
+        deadline = time.monotonic() + timeout_s
+        started = re.compile(rf"^aserve_time_to_first_token_seconds_count\{{.*}} {float(count)}$", re.MULTILINE)
+        while not started.search(httpx.get(self.url + "/metrics", timeout=5, verify=False).text):
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.02)
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)

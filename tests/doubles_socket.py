@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import uvloop
 from doubles_engine import EOS, LetterTokenizer, letters
+from doubles_tuning import make_engine
 from openai.types.responses import ResponsesServerEvent
 from websockets.asyncio.client import ClientConnection, connect
 
@@ -124,7 +125,7 @@ async def scripted_engine(
 ) -> AsyncIterator[AsyncEngine]:
     runner = ScriptedRunner(limits, script, step_time_s=step_time_s)
     config = EngineConfig(served_model_name=MODEL, trace_file=str(Path(tempfile.gettempdir()) / "aserve-trace.jsonl"))
-    async with AsyncEngine(config, runner=runner, tokenizer=tokenizer or ServedTokenizer()) as engine:
+    async with make_engine(config, runner=runner, tokenizer=tokenizer or ServedTokenizer()) as engine:
         yield engine
 
 

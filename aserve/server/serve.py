@@ -28,7 +28,9 @@ from aserve.server.ws_protocol import WebSocketProtocol
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75  # of an idle connection: longer than the minute for which most balancers reuse one
-GRACE_S = 1  # for the last frames to leave when the server closes
+DATE_INTERVAL_S = 1.0
+CLOSE_POLL_S = 0.01
+GRACE_S = 1.0  # for the last frames to leave when the server closes
 ABSENT_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 FAILURE_POLL_S = 0.2
 FAILURE_GRACE_S = 1.0  # probes and clients learn of a failure before the process exits
@@ -40,11 +42,37 @@ class EmbeddedServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.is_listening = asyncio.Event()
+        self._is_stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Close the connections and let ``serve`` return."""
+        self.should_exit = True
+        self._is_stopping.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start and tell."""
         await super().startup(sockets)
         self.is_listening.set()
+
+    async def main_loop(self) -> None:
+        """Keep the date of the answers right until ``stop``, and then go at once."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_stopping.wait(), DATE_INTERVAL_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close listeners and connections; what is still being answered has GRACE_S to leave."""
+        for listener in (*self.servers, *(sockets or ())):
+            listener.close()
+        state = self.server_state
+        for connection in tuple(state.connections):
+            connection.shutdown()
+        for _ in range(round(GRACE_S / CLOSE_POLL_S)):
+            await asyncio.sleep(CLOSE_POLL_S)
+            if not state.connections and not state.tasks:
+                break
+        for task in tuple(state.tasks):
+            task.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -90,7 +118,7 @@ async def running_server(config: Config, engine: AsyncEngine) -> AsyncIterator[R
         loop_lag.stop()
         state.is_draining = True
         state.shut_down(CapacityError("the server is shutting down"))
-        server.should_exit = True
+        server.stop()
         await serving
 
 
@@ -180,7 +208,6 @@ def _uvicorn_config(config: Config, app: object) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
     )
 
 

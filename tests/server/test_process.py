@@ -97,7 +97,7 @@ def test_requests_that_end_in_time_are_answered_in_full(tmp_path: Path) -> None:
         server.wait_for("/ready", 200)
         short = {**ENDLESS, "max_tokens": 100}
         stream, plain = Call(server, stream=True, **short), Call(server, **short)
-        assert stream.has_begun.wait(10)
+        server.wait_for_start(2)
         server.terminate()
         assert server.wait(10) == 0
         for call in (stream, plain):

@@ -38,6 +38,7 @@ async def test_a_continuation_sees_the_whole_conversation_and_hits_the_prefix_ca
     async with scripted_server() as live, live.connect() as socket:
         first = await respond(socket, input="say My name is Ada")
         second = await respond(socket, input="say Hello Ada", previous_response_id=response_id(first))
+        await live.become_idle()  # a step that was launched ahead keeps the pages of the one that has ended
         third = await respond(socket, input="say Bye", previous_response_id=response_id(second))
     usage = third[-1]["response"]["usage"]
     history = "say My name is Ada\nMy name is Ada\nsay Hello Ada\nHello Ada\n"
