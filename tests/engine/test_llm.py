@@ -68,6 +68,8 @@ def test_closing_leaves_no_thread_and_may_be_repeated():
     llm.close()
     with pytest.raises(EngineDeadError):
         llm.generate(["abc"])
+    for thread in set(threading.enumerate()) - before:
+        thread.join(1.0)  # it has said that it is done, and may not have left yet
     assert set(threading.enumerate()) <= before
 
 

@@ -71,7 +71,7 @@ def test_everything_open_is_ended_and_the_process_exits_with_0(tmp_path: Path) -
         idle, busy = (stack.enter_context(socket_to(server)) for _ in range(2))
         busy.send(json.dumps({"type": "response.create", "input": "hi", "ignore_eos": True}))
         busy.recv(timeout=10)
-        assert stream.has_begun.wait(10)
+        server.wait_for_start(3)
         server.terminate()
         started = time.monotonic()
         time.sleep(0.5)
