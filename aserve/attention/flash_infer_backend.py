@@ -5,7 +5,7 @@ have a fixed grid: thread blocks without work get an empty sequence that stands 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,6 +42,20 @@ class FlashInferPlan:
     num_decodes: int
 
 
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """What a captured plan of decodes depends on."""
+
+    num_seqs: int
+    num_decodes: int
+    splits_keys: bool  # whether it may
+    num_pages: bytes | None  # of each sequence; None for a plan that serves any
+
+    def serves(self, wanted: "DecodePlan") -> bool:
+        """Whether this plan is the one that is wanted."""
+        return self == wanted or (self.num_pages is None and self == replace(wanted, num_pages=None))
+
+
 class FlashInferBackend(AttentionBackend):
     """Reads pools of 16-bit floats and float8, of any page size and group of heads."""
 
@@ -60,8 +74,7 @@ class FlashInferBackend(AttentionBackend):
         super().__init__(problem, device, phases)
         self.planner = SectionPlanner(problem, device, phases, load, new_ring)
         self._captured_lists: dict[Phase, PageLists] = {}
-        # Graph size, real decodes and whether keys may be split, of the plan that is on the device.
-        self._planned_decodes: tuple[int, int, bool] | None = None
+        self._planned_decodes: DecodePlan | None = None  # that the workspaces hold
         self._rows = torch.arange(problem.max_num_seqs, dtype=torch.int32, device=device)
 
     @classmethod
@@ -182,12 +195,18 @@ class FlashInferBackend(AttentionBackend):
             self.planner.plan(section, lens.key_lens[plan.num_decodes :], query_starts)
 
     def _plan_decodes(self, section: Section, lens: StepLens) -> None:
-        """Plan unless the workspaces hold this very plan."""
+        """Plan unless the workspaces hold this very plan.
+
+        It depends on the pages of each sequence, or not even on these where keys are not split; so most steps of a
+        small batch find it there.
+        """
         num_seqs, num_decodes = section.num_tokens, int(lens.cu_query_lens[0])
-        content = (num_seqs, num_decodes, section.splits_keys)
-        if section.plans and self._planned_decodes == content:
+        key_lens = lens.key_lens[:num_seqs]
+        num_pages = (key_lens + (section.tables.page_size - 1)) // section.tables.page_size
+        content = DecodePlan(num_seqs, num_decodes, section.splits_keys, num_pages.tobytes())
+        if section.plans and self._planned_decodes is not None and self._planned_decodes.serves(content):
             return
         query_starts = np.zeros(num_seqs + 2, np.int32)
         np.minimum(np.arange(num_seqs + 1), num_decodes, out=query_starts[1:], casting="unsafe")
-        self.planner.plan(section, lens.key_lens[:num_seqs], query_starts)
-        self._planned_decodes = content if section.is_for_all_lens else None
+        self.planner.plan(section, key_lens, query_starts)
+        self._planned_decodes = replace(content, num_pages=None) if section.is_for_all_lens else content

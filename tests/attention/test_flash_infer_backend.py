@@ -239,15 +239,15 @@ def test_a_kept_plan_is_not_taken_for_that_of_a_mixed_step() -> None:
         assert kernel_of(backend, "decode", WIDE).requests[-1].splits_keys == bool(place)
 
 
-def test_a_plan_that_splits_keys_unasked_is_never_kept() -> None:
+def test_a_plan_that_splits_keys_unasked_is_kept_until_a_page_is_begun() -> None:
     backend = make_backend(PLAIN)
     kernel = kernel_of(backend, "decode", PLAIN)
     captured = CapturedCase.make(CaptureShape(4, 4, 0), 6, 16)
     plan = backend.prepare_capture(captured.shape, captured.tables)
     assert not plan.sections[0].splits_keys
-    for key_lens in ([9, 20], [10, 21], [11, 22]):
+    for key_lens, num_planned in (([9, 20], 1), ([10, 21], 1), ([16, 32], 1), ([17, 21], 2), ([20, 9], 3)):
         backend.prepare_replay(plan, captured.fill(make_case(PLAIN, [1, 1], key_lens, 2), 0))
-    assert len(kernel.requests) == 3
+        assert len(kernel.requests) == num_planned
 
 
 def test_two_steps_in_flight_wait_for_nothing() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from aserve.attention.base import CaptureShape
-from aserve.kernels.gpu.step_inputs import SequenceSpans, TokenInputs, gather_inputs, scatter
+from aserve.kernels.gpu.step_inputs import SequenceSpans, TokenInputs, gather_inputs
 from aserve.runner.cuda.sizes import (
     MAX_CHUNKS,
     decode_shape,
@@ -106,15 +106,6 @@ def test_the_kernel_finds_every_token_where_the_tables_say(shape: CaptureShape) 
     assert inputs.token_ids.tolist() == [int(pool[row, position]) for row, position in expected]
     slots = [int(table[row, position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE for row, position in expected]
     assert inputs.slot_mapping.tolist() == slots
-
-
-def test_scatter_writes_its_places_and_no_other() -> None:
-    table = torch.full((5, 100), -1, dtype=torch.int32)
-    places = torch.randperm(500)[:300].int()
-    values = torch.arange(300, dtype=torch.int32)
-    scatter(places, values, table)
-    assert torch.equal(table.view(-1)[places.long()], values)
-    assert int((table == -1).sum()) == 200
 
 
 def test_arrays_lie_apart_and_views_on_both_sides_agree() -> None:

@@ -1,4 +1,4 @@
-"""From the tables on the device to a step's inputs, in one kernel; and what a step writes to the tables first."""
+"""From the tables on the device to a step's inputs, in one kernel."""
 
 from dataclasses import dataclass
 
@@ -58,12 +58,6 @@ def gather_inputs(
     )
 
 
-def scatter(places: Tensor, values: Tensor, table: Tensor) -> None:
-    """Write ``values`` [N] int32 to the flat ``places`` [N] int32 of ``table``, a contiguous int32 tensor."""
-    num_values = values.shape[0]
-    _scatter[(triton.cdiv(num_values, BLOCK),)](places, values, table, num_values, BLOCK)
-
-
 @triton.jit(do_not_specialize=["pool_stride", "table_stride", "page_size"])
 def _gather_inputs(
     rows,
@@ -98,11 +92,3 @@ def _gather_inputs(
         tl.store(positions + start + offsets, position.to(tl.int64), mask=is_token)
         tl.store(slot_mapping + start + offsets, slot, mask=is_token)
         base += tl.num_programs(1) * BLOCK
-
-
-@triton.jit(do_not_specialize=["num_values"])
-def _scatter(places, values, table, num_values, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_value = offsets < num_values
-    place = tl.load(places + offsets, mask=is_value)
-    tl.store(table + place, tl.load(values + offsets, mask=is_value), mask=is_value)

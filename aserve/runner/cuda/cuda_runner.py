@@ -71,7 +71,6 @@ class CudaRunner(ModelRunner):
         if self._waiter is None:
             raise EngineDeadError("the runner is closed")
         future: Future[StepTokens] = Future()
-        self._num_idle_launches += self._newest.query()
         current = torch.cuda.current_stream()
         torch.cuda.set_stream(self._compute)  # a stream's context manager takes as long as three launches
         try:
@@ -115,6 +114,7 @@ class CudaRunner(ModelRunner):
         staged = self._staging.send(plan, shape, size)
         if not plan.rows:
             return self._downloads.nothing(plan.step_id)
+        self._num_idle_launches += self._newest.query()  # all but the launch itself is done
         if captured_body is None:
             self._body.run_eagerly(plan, shape, staged.lens)
         else:

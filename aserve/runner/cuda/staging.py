@@ -3,15 +3,17 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from aserve.attention.base import CaptureShape, StepLens
-from aserve.kernels.gpu.step_inputs import scatter
 from aserve.runner.cuda.device_state import DeviceState
 from aserve.runner.cuda.step_arrays import ArrayLayout, StepFiller, StepRows
 from aserve.runner.cuda.streams import UploadSlot, UploadSlots
 from aserve.sampling.sampler import Sampler
 from aserve.scheduler.plan import StepPlan
+
+PAGE_WORDS = 3  # of a new page: its place in the table, which takes two, and its number
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,10 @@ class Staging:
 
     def send(self, plan: StepPlan, shape: CaptureShape, head_size: int) -> StagedStep:
         """Bring the inputs of ``plan``, padded to ``shape`` and ``head_size`` sampled rows, to the device."""
-        num_places = 2 * len(plan.page_updates)
-        num_words = self._layout.num_words + num_places + sum(len(start.token_ids) for start in plan.row_starts)
+        num_page_words = PAGE_WORDS * len(plan.page_updates)
+        num_words = self._layout.num_words + num_page_words
+        if plan.row_starts:
+            num_words += sum(len(start.token_ids) for start in plan.row_starts)
         slot = self._slots.acquire(num_words)
         arrays = slot.arrays
         num_sampled = max(head_size, self._state.num_sampled(shape))
@@ -48,7 +52,7 @@ class Staging:
                 sampled.rows, sampled.positions, arrays.uniforms[:count], arrays.temperatures[:count]
             )
         self._append_pages(slot.words[self._layout.num_words :], plan)
-        self._append_prompts(slot.words[self._layout.num_words + num_places :], plan)
+        self._append_prompts(slot.words[self._layout.num_words + num_page_words :], plan)
         self._apply(slot, plan, num_words)
         return StagedStep(lens, sampled, is_plain)
 
@@ -65,8 +69,8 @@ class Staging:
         if not count:
             return
         rows, indices, pages = np.array(plan.page_updates, np.int32).T
-        words[:count] = rows * self._state.page_table.stride(0) + indices
-        words[count : 2 * count] = pages
+        words[: 2 * count].view(np.int64)[:] = rows * np.int64(self._state.page_table.stride(0)) + indices
+        words[2 * count : PAGE_WORDS * count] = pages
 
     def _append_prompts(self, words: NDArray[np.int32], plan: StepPlan) -> None:
         place = 0
@@ -80,8 +84,9 @@ class Staging:
         state.words.copy_(words[: self._layout.num_words])
         place = self._layout.num_words
         if count := len(plan.page_updates):
-            scatter(words[place : place + count], words[place + count : place + 2 * count], state.page_table)
-            place += 2 * count
+            places, pages = words[place : place + PAGE_WORDS * count].split([2 * count, count])
+            state.page_table.view(-1).scatter_(0, places.view(torch.int64), pages)
+            place += PAGE_WORDS * count
         for start in plan.row_starts:
             stop = place + len(start.token_ids)
             state.token_pool[start.row, : len(start.token_ids)].copy_(words[place:stop])

@@ -3,9 +3,7 @@
 Every entry that a replay reads is rewritten for every step, so nothing of an earlier, larger step is left.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,7 @@ class Fields:
     rows: Any  # [S + 1] int32; the last used entry is the padding's, as in the next two
     query_starts: Any  # [S + 1] int32
     query_lens: Any  # [S + 1] int32
-    key_lens: Any  # [S] int32
+    key_lens: Any  # [S + 1] int32
     cu_chunk_lens: Any  # [S + 1] int32: where each chunk starts; begins with the number of decodes
     sampled_tokens: Any  # [N] int32, among the step's tokens
     sampled_rows: Any  # [N] int32
@@ -41,39 +39,24 @@ class ArrayLayout:
 
     def __init__(self, max_num_seqs: int) -> None:
         self.max_num_sampled = max_num_seqs
-        self.max_num_entries = max_num_seqs + MAX_CHUNKS + 1
-        sampled, entries = self.max_num_sampled, self.max_num_entries
-        self._counts = Fields(sampled, sampled, entries, entries, entries, entries, entries, sampled, sampled, sampled)
-        self._dtypes = Fields(np.float64, np.float32, *[np.int32] * 8)
-        sizes = [
-            -(-getattr(self._counts, name) * np.dtype(getattr(self._dtypes, name)).itemsize // (4 * WORD)) * 4
-            for name in Fields.__slots__
-        ]
-        self._bounds = list(pairwise(np.cumsum([0, *sizes]).tolist()))
-        self.num_words: int = self._bounds[-1][1]
+        sampled, entries = max_num_seqs, max_num_seqs + MAX_CHUNKS + 1
+        counts = (sampled, sampled, *[entries] * 5, *[sampled] * 3)
+        self._places: list[tuple[int, int, Any, int]] = []  # first and last word, type, number of values
+        place = 0
+        for count, dtype in zip(counts, (np.float64, np.float32, *[np.int32] * 8), strict=True):
+            size = -(-count * np.dtype(dtype).itemsize // (4 * WORD)) * 4  # arrays begin at multiples of 16 bytes
+            self._places.append((place, place + size, dtype, count))
+            place += size
+        self.num_words = place
 
     def host_views(self, words: NDArray[np.int32]) -> Fields:
         """Return numpy views of ``words`` [at least num_words]."""
-        return Fields(
-            *(
-                words[start:stop].view(dtype)[:count]
-                for (start, stop), dtype, count in zip(self._bounds, *self._columns(), strict=True)
-            )
-        )
+        return Fields(*(words[start:stop].view(dtype)[:count] for start, stop, dtype, count in self._places))
 
     def device_views(self, words: Tensor) -> Fields:
         """Return tensor views of ``words`` [at least num_words] int32."""
         dtypes = {np.float64: torch.float64, np.float32: torch.float32, np.int32: torch.int32}
-        return Fields(
-            *(
-                words[start:stop].view(dtypes[dtype])[:count]
-                for (start, stop), dtype, count in zip(self._bounds, *self._columns(), strict=True)
-            )
-        )
-
-    def _columns(self) -> Iterator[list[Any]]:
-        for fields in (self._dtypes, self._counts):
-            yield [getattr(fields, name) for name in Fields.__slots__]
+        return Fields(*(words[start:stop].view(dtypes[dtype])[:count] for start, stop, dtype, count in self._places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,53 +76,63 @@ class StepFiller:
 
     def __init__(self, max_num_seqs: int) -> None:
         self._dummy_row = max_num_seqs
+        self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
 
     def fill(self, arrays: Fields, plan: StepPlan, shape: CaptureShape, num_sampled: int) -> tuple[StepLens, StepRows]:
         """Write the sequences of ``plan``, padded to ``shape``, and which of them are sampled, padded to that number.
 
         How they are sampled is left to the caller, but for the padding.
         """
-        num_decodes = plan.num_decodes
-        rows, lens = np.array(plan.rows, np.int32), np.array(plan.num_scheduled, np.int32)
-        key_lens = np.array(plan.num_computed, np.int32) + lens
-        order = np.arange(len(rows))
-        order[:num_decodes] = np.argsort(-key_lens[:num_decodes], kind="stable")
-        tokens = np.empty(len(rows), np.int32)  # the last token of each sequence, in plan order
-        tokens[order] = np.cumsum(lens[order]) - 1
-        step_lens = self._fill_sequences(arrays, shape, num_decodes, rows[order], lens[order], key_lens[order])
-        places = np.flatnonzero(plan.is_sampled)
+        num_decodes, num_seqs = plan.num_decodes, len(plan.rows)
+        rows, key_lens = np.array(plan.rows, np.int32), np.array(plan.num_computed, np.int32)
+        tokens = np.empty(num_seqs, np.int32)  # the last token of each sequence, in plan order
+        key_lens[:num_decodes] += 1
+        order = np.argsort(-key_lens[:num_decodes], kind="stable")
+        tokens[order] = self._counting[:num_decodes]
+        self._fill_decodes(arrays, rows[order], key_lens[order], shape.num_decodes)
+        places: Any = slice(0, num_decodes)
+        num_tokens = num_decodes
+        if num_seqs > num_decodes or shape.num_chunks:
+            lens = np.array(plan.num_scheduled[num_decodes:], np.int32)
+            key_lens[num_decodes:] += lens
+            ends = num_decodes + np.cumsum(lens, dtype=np.int32)
+            tokens[num_decodes:] = ends - 1
+            num_tokens = int(ends[-1]) if len(ends) else num_decodes
+            self._fill_chunks(arrays, rows[num_decodes:], key_lens[num_decodes:], lens, ends, shape, num_decodes)
+            places = np.flatnonzero(plan.is_sampled)
+        arrays.cu_chunk_lens[0] = num_decodes
+        end = shape.num_decodes + shape.num_chunks
+        arrays.rows[end], arrays.query_starts[end] = self._dummy_row, num_tokens
+        arrays.query_lens[end] = shape.num_tokens - num_tokens
         sampled = StepRows(rows[places].astype(np.int64), key_lens[places].astype(np.int64))
         self._fill_sampled(arrays, sampled, tokens[places], num_sampled)
-        return step_lens, sampled
+        return StepLens(arrays.key_lens[:end], arrays.cu_chunk_lens[: shape.num_chunks + 1]), sampled
 
-    def _fill_sequences(
+    def _fill_decodes(self, arrays: Fields, rows: NDArray[np.int32], key_lens: NDArray[np.int32], border: int) -> None:
+        count = len(rows)
+        arrays.rows[:count], arrays.rows[count:border] = rows, self._dummy_row
+        arrays.query_starts[:count], arrays.query_starts[count:border] = self._counting[:count], count
+        arrays.query_lens[:count], arrays.query_lens[count:border] = 1, 0
+        arrays.key_lens[:count], arrays.key_lens[count:border] = key_lens, 1
+
+    def _fill_chunks(
         self,
         arrays: Fields,
+        rows: NDArray[np.int32],
+        key_lens: NDArray[np.int32],
+        lens: NDArray[np.int32],
+        ends: NDArray[np.int32],
         shape: CaptureShape,
         num_decodes: int,
-        rows: NDArray[np.int32],
-        lens: NDArray[np.int32],
-        key_lens: NDArray[np.int32],
-    ) -> StepLens:
-        num_chunks, ends = len(rows) - num_decodes, np.cumsum(lens, dtype=np.int32)
-        num_tokens = int(lens.sum())
-        border, end = shape.num_decodes, shape.num_decodes + shape.num_chunks
-        for section, first, stop, padding_start, padding_key_len in (
-            (slice(0, num_decodes), 0, border, num_decodes, 1),
-            (slice(num_decodes, None), border, end, num_tokens, 0),
-        ):
-            used = first + len(rows[section])
-            place, padding = slice(first, used), slice(used, stop)
-            arrays.rows[place], arrays.rows[padding] = rows[section], self._dummy_row
-            arrays.query_lens[place], arrays.query_lens[padding] = lens[section], 0
-            arrays.query_starts[place], arrays.query_starts[padding] = (ends - lens)[section], padding_start
-            arrays.key_lens[place], arrays.key_lens[padding] = key_lens[section], padding_key_len
-        arrays.rows[end] = self._dummy_row
-        arrays.query_starts[end], arrays.query_lens[end] = num_tokens, shape.num_tokens - num_tokens
-        cu_chunk_lens = arrays.cu_chunk_lens[: shape.num_chunks + 1]
-        cu_chunk_lens[0] = num_decodes
-        cu_chunk_lens[1 : num_chunks + 1], cu_chunk_lens[num_chunks + 1 :] = ends[num_decodes:], num_tokens
-        return StepLens(arrays.key_lens[:end], cu_chunk_lens)
+    ) -> None:
+        count, num_tokens = len(rows), int(ends[-1]) if len(ends) else num_decodes
+        place = slice(shape.num_decodes, shape.num_decodes + count)
+        padding = slice(place.stop, shape.num_decodes + shape.num_chunks)
+        arrays.rows[place], arrays.rows[padding] = rows, self._dummy_row
+        arrays.query_starts[place], arrays.query_starts[padding] = ends - lens, num_tokens
+        arrays.query_lens[place], arrays.query_lens[padding] = lens, 0
+        arrays.key_lens[place], arrays.key_lens[padding] = key_lens, 0
+        arrays.cu_chunk_lens[1 : count + 1], arrays.cu_chunk_lens[count + 1 : shape.num_chunks + 1] = ends, num_tokens
 
     def _fill_sampled(self, arrays: Fields, sampled: StepRows, tokens: NDArray[np.int32], size: int) -> None:
         count = len(tokens)
