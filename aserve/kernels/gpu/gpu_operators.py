@@ -5,12 +5,12 @@ from torch import Tensor
 
 from aserve.kernels.gpu import norm, rope_store, silu_mul
 from aserve.kernels.gpu.launch import can_run
-from aserve.kernels.gpu.small_linear import MAX_TOKENS, NormBefore, SmallLinear, apply_small_linear
+from aserve.kernels.gpu.small_linear import NormBefore, SmallLinear, apply_small_linear, is_small
 from aserve.kernels.operators import HeadLayout, HeadNorms, KVTarget, Operators, Projection
 
 
 class GpuOperators(Operators):
-    """One kernel each; up to ``MAX_TOKENS`` tokens a linear layer and the norm before it are one kernel, too.
+    """One kernel each; for few tokens a linear layer and the norm before it are one kernel, too.
 
     ``overlap``: let kernels start while the one before them still runs (programmatic dependent launch).
     """
@@ -90,7 +90,7 @@ class GpuOperators(Operators):
 def _as_small(x: Tensor, linear: Projection, *, is_gated: bool = False) -> SmallLinear | None:
     """Return the layer if the kernel for few tokens serves it for ``x``."""
     weight, bias = linear.dense_weight, linear.bias
-    if weight is None or x.dim() != 2 or not 0 < len(x) <= MAX_TOKENS:
+    if weight is None or x.dim() != 2 or not is_small(len(x), weight.numel()):
         return None
     return SmallLinear(weight, bias, is_gated) if can_run(x, weight, *([] if bias is None else [bias])) else None
 

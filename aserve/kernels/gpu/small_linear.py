@@ -16,7 +16,16 @@ from aserve.kernels.gpu.small_linear_kernels import walk_along_rows, walk_from_r
 from aserve.kernels.gpu.small_linear_launch import SmallLinearLaunch, choose_launch
 
 MAX_TOKENS = 4
-"""Above this, a norm kernel and a matrix product are faster."""
+MAX_PRODUCTS = 1 << 24  # of weights and tokens beyond one
+
+
+def is_small(num_tokens: int, num_weights: int) -> bool:
+    """Whether the kernel is faster than a norm kernel and a matrix product, as measured on an H200.
+
+    One token always is. The kernel multiplies without matrix units, so that more tokens pay for small weights only:
+    4 tokens for 3 million weights, 2 for 6 million.
+    """
+    return num_tokens == 1 or (1 < num_tokens <= MAX_TOKENS and num_tokens * num_weights <= MAX_PRODUCTS)
 
 
 @dataclass(frozen=True, slots=True)
