@@ -6,7 +6,7 @@ Owns no behaviour beyond checking its own fields; knows nothing of sockets, tens
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, get_args
 
 from aserve.errors import ClientError
 
@@ -15,6 +15,7 @@ LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 MAX_LOGIT_BIAS = 300
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
+MAX_GRAMMAR_BYTES = 1 << 18
 MAX_INT32 = 2**31 - 1
 
 
@@ -27,6 +28,34 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "lark", "choice"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What the whole output must match; compiled in ``structured/``.
+
+    ``text`` is the JSON of a schema, a regular expression, a grammar in Lark's notation or the JSON of a list of
+    strings to choose from; it is empty for ``json_object``. Raises ClientError with ``param`` "grammar" for a wrong
+    type or size.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise ClientError(f"unknown kind of grammar: {self.kind!r}", param="grammar")
+        if not isinstance(self.text, str):
+            raise ClientError("the text of a grammar must be a string", param="grammar")
+        try:
+            num_bytes = len(self.text.encode())
+        except UnicodeEncodeError:
+            raise ClientError("the grammar is not valid Unicode: it holds a lone surrogate", param="grammar") from None
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise ClientError(f"the grammar has {num_bytes} bytes, more than {MAX_GRAMMAR_BYTES}", param="grammar")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
@@ -34,8 +63,9 @@ class SamplingParams:
     Defaults sample from the model's own distribution. ``temperature`` 0 is greedy. ``top_k`` 0 or -1 and ``min_p`` 0
     are off. ``logprobs`` is the number of alternatives reported beside the chosen token, None for no
     report at all; the same holds for ``prompt_logprobs``. ``max_tokens`` None means the rest of the
-    context. ``seed`` None takes fresh entropy. ``stop`` may be given as one string or as a list, ``stop_token_ids``
-    as a list; they are stored as tuples. Raises ClientError that names the field for a wrong type or range.
+    context. ``seed`` None takes fresh entropy. ``grammar`` is what the whole output must match. ``stop`` may be given
+    as one string or as a list, ``stop_token_ids`` as a list; they are stored as tuples. Raises ClientError that names
+    the field for a wrong type or range.
     """
 
     max_tokens: int | None = None
@@ -56,6 +86,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):
@@ -76,6 +107,8 @@ class SamplingParams:
         self._check_integer("seed", -(2**63), 2**64 - 1)
         self._check_logit_bias()
         self._check_stop()
+        if self.grammar is not None:
+            self._check_type("grammar", self.grammar, (GrammarSpec,), "a GrammarSpec")
 
     def _check_number(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)

@@ -10,7 +10,7 @@ import orjson
 from aserve.engine import snapshot
 from aserve.engine.trace import FORMAT, encode, make_scheduler, plan_facts
 from aserve.errors import ClientError
-from aserve.request import FinishReason, Request, SamplingParams
+from aserve.request import FinishReason, GrammarSpec, Request, SamplingParams
 from aserve.scheduler.plan import StepPlan, StepTokens
 from aserve.scheduler.scheduler import Scheduler
 
@@ -106,6 +106,8 @@ class _Replay:
         params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
         params["stop"] = tuple(params["stop"])
         params["stop_token_ids"] = tuple(params["stop_token_ids"])
+        if params.get("grammar") is not None:
+            params["grammar"] = GrammarSpec(**params["grammar"])
         self._newest_prompt = tuple(fields["prompt_token_ids"]) or self._newest_prompt
         return Request(**fields | {"prompt_token_ids": self._newest_prompt, "params": SamplingParams(**params)})
 
