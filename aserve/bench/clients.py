@@ -101,20 +101,25 @@ def http_request(method: str, path: str, host: str, headers: Mapping[str, str], 
 
 async def served_model(url: str, key: str | None) -> str:
     """Ask the server for the name of its model; raises AserveError if it cannot say."""
-    server = Server(url, "", key)
+    name: str = orjson.loads(await fetch(Server(url, "", key), "/v1/models"))["data"][0]["id"]
+    return name
+
+
+async def fetch(server: Server, path: str) -> bytes:
+    """Return the body of a GET; raises AserveError if there is no server or it answers with anything but 200."""
+    url = server.url
     host, port, secure = _address(url)
     try:
         async with asyncio.timeout(LOOKUP_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port, ssl=secure)
-            writer.write(http_request("GET", "/v1/models", server.netloc, server.headers))
+            writer.write(http_request("GET", path, server.netloc, server.headers))
             head, _, body = (await reader.read()).partition(b"\r\n\r\n")
             writer.close()
     except OSError as error:  # TimeoutError is one
         raise AserveError(f"no server at {url}: {error or 'no answer'}") from error
     if b" 200 " not in head.split(b"\r\n")[0] + b" ":
-        raise AserveError(f"{url}/v1/models answered {head.splitlines()[0].decode() if head else 'nothing'}")
-    name: str = orjson.loads(body)["data"][0]["id"]
-    return name
+        raise AserveError(f"{url}{path} answered {head.splitlines()[0].decode() if head else 'nothing'}")
+    return body
 
 
 def _address(url: str) -> tuple[str, int, ssl.SSLContext | None]:

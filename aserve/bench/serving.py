@@ -18,6 +18,7 @@ from aserve.bench.load_process import Job, Transport, load_processes, make_clien
 from aserve.bench.plot import plot_run
 from aserve.bench.probe import Probe, probing, summarise_probes
 from aserve.bench.report import format_table, print_result, write_file
+from aserve.bench.server_metrics import scrape, summarise_server
 from aserve.bench.sse_client import Endpoint
 from aserve.bench.summary import Summary, Window, steady_window, summarise, whole_window
 from aserve.bench.workload import HIGHEST_ID, LengthRange, WorkloadShape
@@ -60,6 +61,7 @@ class LoadRun:
     timings: list[RequestTiming]
     probes: list[RequestTiming]
     cpu_share: float  # of the busiest client process
+    server: dict[str, Any]  # what the server's metrics say of the load
 
     @property
     def whole(self) -> Window:
@@ -113,13 +115,16 @@ async def measure(url: str, key: str | None, timeout_s: float, plan: LoadPlan) -
             Probe(plan.probe_interval_s, plan.probe_input_len, scale, plan.variant) if plan.probe_interval_s else None
         )
         async with load_processes(jobs) as processes:
+            before = await scrape(server)
             start_s = time.perf_counter() + START_DELAY_S
             async with probing(client, probe, start_s) as probes:
                 results = await asyncio.gather(*(process.run(start_s) for process in processes))
+            after = await scrape(server)
     finally:
         client.close()
     timings = [timing for result in results for timing in result.timings]
-    return LoadRun(server.model, start_s, timings, probes, max(result.cpu_share for result in results))
+    cpu_share = max(result.cpu_share for result in results)
+    return LoadRun(server.model, start_s, timings, probes, cpu_share, summarise_server(before, after))
 
 
 def _requests(plan: LoadPlan, scale: TextScale) -> list[LoadRequest]:
@@ -152,6 +157,8 @@ def summarise_run(plan: LoadPlan, result: LoadRun, steady: Window, objectives: M
         "to_s": after_s + steady.duration_s,
         **summarise(timings, steady, objectives),
     }
+    if result.server:
+        summary["server"] = result.server
     if plan.probe_interval_s:
         summary["probe"] = summarise_probes(result.probes, steady)
     return summary
@@ -171,6 +178,11 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     rows += [{"latency, ms": f"probe {name[:-3]}", **value} for name, value in summary.get("probe", {}).items()
              if name.endswith("_ms")]  # fmt: skip
     blocks = ["\n".join(totals), format_table(rate_rows), format_table(rows)]
+    if server := summary.get("server"):
+        counts = [f"{name}: {value}" for name, value in server.items() if not name.endswith("_ms")]
+        server_rows = [{"of the server, ms": name[:-3], **value} for name, value in server.items()
+                       if name.endswith("_ms")]  # fmt: skip
+        blocks += ["server " + ", ".join(counts), format_table(server_rows)]
     if probe := summary.get("probe"):
         blocks.append(f"probes: {probe['requests']}, {probe['failed']} failed, {probe['steady_requests']} while steady")
     return "\n\n".join(blocks)
