@@ -71,7 +71,7 @@ def subtract(after: Mapping[float, float], before: Mapping[float, float]) -> dic
 
 
 def quantile(counts: Mapping[float, float], share: float) -> float:
-    """Estimate a quantile from cumulative ``counts`` by upper edge as Prometheus does, on straight lines within buckets."""
+    """Estimate a quantile from cumulative ``counts`` by upper edge, as Prometheus does."""
     edges = sorted(counts)
     total = counts[edges[-1]] if edges else 0
     if not total:

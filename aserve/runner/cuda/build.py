@@ -53,11 +53,13 @@ class CudaAssembly:
         self._upload = Transfer(parts.device).upload
         self._compute = torch.cuda.Stream(parts.device, priority=-1)
         self._state = DeviceState(sizes, layout, parts.backend.problem.dtype, parts.device)
-        self._sampler = Sampler(parts.max_num_seqs + 1, shape.vocab_size, eos_token_ids, parts.device, self._upload)
+        picker = TokenPicker(parts.max_num_seqs, shape.vocab_size, parts.device)
+        self._sampler = Sampler(
+            parts.max_num_seqs + 1, shape.vocab_size, eos_token_ids, parts.device, self._upload, picker
+        )
         slots = UploadSlots(layout, SPARE_WORDS, parts.device, self._compute)
         self._staging = Staging(slots, layout, self._state, self._sampler)
         self._sampler.reserve()
-        picker = TokenPicker(parts.max_num_seqs, shape.vocab_size, parts.device)
         self._head = Head(parts.model, self._state, picker)
         self._sizes = GraphSizes.choose(
             parts.backend, parts.max_num_seqs, parts.max_num_tokens, enabled=config.cuda_graphs
