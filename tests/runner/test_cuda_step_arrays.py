@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from doubles_attention import torch_backend
+
 from aserve.attention.base import CaptureShape
 from aserve.kernels.gpu.step_inputs import SequenceSpans, TokenInputs, gather_inputs
+from aserve.runner.cuda.graphs import GraphSizes
 from aserve.runner.cuda.sizes import (
     MAX_CHUNKS,
     decode_shape,
@@ -129,6 +132,14 @@ def test_every_batch_up_to_the_largest_fits_a_decode_graph(max_num_seqs: int) ->
         assert size is not None
         assert count <= size <= max(2 * count, count + 8)
     assert fitting(sizes, sizes[-1] + 1) is None
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_num_tokens"), [(320, 64), (320, 1), (64, 64), (24, 8192)])
+def test_no_graph_holds_more_tokens_than_a_step_may_have(max_num_seqs: int, max_num_tokens: int) -> None:
+    sizes = GraphSizes.choose(torch_backend(), max_num_seqs, max_num_tokens, enabled=True)
+    most = min(max_num_seqs, max_num_tokens)
+    assert max(sizes.decodes) == max(sizes.heads) == most
+    assert all(shape.num_tokens <= max_num_tokens for shape in sizes.shapes())
 
 
 @pytest.mark.parametrize("max_num_tokens", [1, 16, 100, 8192])

@@ -28,7 +28,7 @@ class GraphSizes:
         cls, backend: AttentionBackend, max_num_seqs: int, max_num_tokens: int, *, enabled: bool
     ) -> "GraphSizes":
         """Return the sizes that ``backend`` can capture; none unless ``enabled``."""
-        decodes = decode_sizes(max_num_seqs)
+        decodes = decode_sizes(min(max_num_seqs, max_num_tokens))  # a decode is a token, and inputs have room for these
         return cls(
             decodes if enabled and backend.captures_decodes else [],
             token_sizes(max_num_tokens) if enabled and backend.captures_chunks else [],
