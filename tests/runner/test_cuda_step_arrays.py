@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-
 from doubles_attention import torch_backend
 
 from aserve.attention.base import CaptureShape

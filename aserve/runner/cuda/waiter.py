@@ -33,7 +33,8 @@ class Waiter:
         self._thread.start()
 
     def push(self, step: PendingStep) -> None:
-        """Complete ``step`` after all that were pushed before it."""
+        """Complete ``step`` after all that were pushed before it; nobody can cancel its future any more."""
+        step.future.set_running_or_notify_cancel()
         self._queue.put(step)
 
     def close(self) -> None:
