@@ -104,6 +104,7 @@ class CudaAssembly:
     def finish(self, parts: DeviceParts) -> CudaRunner:
         """Capture the graphs over the pool of ``parts`` and return the runner."""
         self._state.point_at(parts.num_pages)
+        self._compute.wait_stream(torch.cuda.current_stream())  # which makes the pages zero, for tens of milliseconds
         body, graphs = Body(parts, self._state), Graphs(self._sizes, torch.cuda.graph_pool_handle())
         with torch.cuda.stream(self._compute):
             graphs.capture(body, self._head, self._staging, show_progress=True)

@@ -6,6 +6,7 @@
 Step N+1 finds its input ids where step N's sampling wrote them, so it never waits for the host.
 """
 
+import logging
 from concurrent.futures import Future
 
 import numpy as np
@@ -27,6 +28,8 @@ from aserve.runner.warm_up import warm_up_plans
 from aserve.sampling.sampler import Sampler, Upload
 from aserve.scheduler.limits import Limits
 from aserve.scheduler.plan import StepPlan, StepTokens
+
+logger = logging.getLogger(__name__)
 
 
 class CudaRunner(ModelRunner):
@@ -100,8 +103,15 @@ class CudaRunner(ModelRunner):
             return
         waiter, self._waiter = self._waiter, None
         waiter.close()
-        self._compute.synchronize()
         self._compilations.close()
+        try:
+            self._compute.synchronize()
+        except RuntimeError as error:  # a step has failed, as its future has said, and nothing on the device works
+            logger.warning("the device has failed and is left alone: %s", error)
+            return
+        # Weights, pages and graphs go with these, though whoever closes keeps the runner.
+        del self._state, self._staging, self._body, self._head, self._graphs, self._sampler, self._prompt_scores
+        torch.cuda.empty_cache()
 
     def _enqueue(self, plan: StepPlan) -> Download:
         for start in plan.row_starts:
