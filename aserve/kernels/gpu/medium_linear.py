@@ -15,13 +15,18 @@ from aserve.kernels.gpu.medium_linear_launch import MediumLinearLaunch
 from aserve.kernels.gpu.small_linear import SmallLinear
 
 ALIGNMENT = 16  # bytes, of where the copy engine's rows start
+HOPPER = 9
 SUM_BLOCK = 512  # outputs of one token that a program adds up
 
 
 def can_multiply(x: Tensor, layer: SmallLinear) -> bool:
-    """Whether the kernels serve the layer for x [T, in]: 16-bit floats, and rows that the copy engine can address."""
+    """Whether the kernels serve the layer for x [T, in]: 16-bit floats, and rows that the copy engine can address.
+
+    On Hopper only: launches that were measured there need its shared memory.
+    """
     return (
-        x.dtype.itemsize == 2
+        (not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] == HOPPER)
+        and x.dtype.itemsize == 2
         and len(x) > 0
         and x.shape[1] * x.dtype.itemsize % ALIGNMENT == 0
         and all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in (x, layer.weight))
