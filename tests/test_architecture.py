@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "aserve"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-HOST = ("tokenizer", "structured", "cache", "scheduler")
+HOST = ("tokenizer", "structured", "parsing", "cache", "scheduler", "store")
 DEVICE = ("distributed", "kernels", "quantization", "attention", "layers", "models", "weights", "sampling")
 LAYERS = (HOST, DEVICE, ("runner",), ("engine",), ("server", "bench", "deploy", "commands", "cli", "__main__"))
 BANNED_NAMES = ("Manager", "Helper", "Util", "Utils", "Handler", "Impl", "Mixin", "Base", "Abstract", "Info")

@@ -1,0 +1,58 @@
+"""An answer as a whole: reasoning, then text and calls."""
+
+from aserve.parsing.deltas import (
+    ParsedDelta,
+    ReasoningParser,
+    TextDelta,
+    TextParser,
+    ToolCallArguments,
+    ToolCallStart,
+)
+
+
+class AnswerParser:
+    """Lets ``reasoning`` read an answer, and ``tools`` what that takes for text; either may be missing.
+
+    With ``max_calls``, later calls are dropped.
+    """
+
+    def __init__(
+        self, reasoning: ReasoningParser | None, tools: TextParser | None, *, max_calls: int | None = None
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._max_calls = max_calls
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as is known."""
+        return self._reasoning is not None and self._reasoning.is_reasoning
+
+    def push(self, text: str) -> list[ParsedDelta]:
+        """Take the next piece."""
+        return self._limited(self._read([TextDelta(text)] if self._reasoning is None else self._reasoning.push(text)))
+
+    def flush(self) -> list[ParsedDelta]:
+        """Return what was held back."""
+        deltas = self._read([] if self._reasoning is None else self._reasoning.flush())
+        return self._limited(deltas + ([] if self._tools is None else self._tools.flush()))
+
+    def _read(self, deltas: list[ParsedDelta]) -> list[ParsedDelta]:
+        if self._tools is None:
+            return deltas
+        found: list[ParsedDelta] = []
+        for delta in deltas:
+            if isinstance(delta, TextDelta):
+                found += self._tools.push(delta.text)
+            else:
+                found.append(delta)
+        return found
+
+    def _limited(self, deltas: list[ParsedDelta]) -> list[ParsedDelta]:
+        if self._max_calls is None:
+            return deltas
+        return [
+            delta
+            for delta in deltas
+            if not isinstance(delta, ToolCallStart | ToolCallArguments) or delta.index < self._max_calls
+        ]

@@ -1,0 +1,84 @@
+"""Reasoning between two markers at the beginning of an answer, as in ``<think>...</think>``."""
+
+from aserve.parsing.deltas import ParsedDelta, ReasoningDelta, TextDelta
+from aserve.parsing.markers import SPACES, TextGate, count_held, find_first
+
+
+class TaggedReasoning:
+    """Splits an answer into reasoning and text; white space beside the markers belongs to neither.
+
+    ``is_open`` says that the prompt has the opening marker already.
+    """
+
+    def __init__(self, opening: str, closing: str, *, is_open: bool) -> None:
+        self._opening = opening
+        self._closing = closing
+        self._buffer = ""
+        self._is_undecided = not is_open
+        self._is_reasoning = is_open
+        self._is_behind_marker = is_open
+        self._gate = TextGate()
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as is known."""
+        return self._is_reasoning
+
+    def push(self, text: str) -> list[ParsedDelta]:
+        """Take the next piece."""
+        self._buffer += text
+        if self._is_undecided:
+            self._look_for_opening()
+        if self._is_undecided:
+            return []
+        deltas: list[ParsedDelta] = []
+        if self._is_reasoning:
+            deltas += self._read_reasoning()
+        if not self._is_reasoning:
+            deltas += self._read_text()
+        return deltas
+
+    def flush(self) -> list[ParsedDelta]:
+        """Return what was held back."""
+        text, self._buffer = self._buffer, ""
+        if not self._is_reasoning:
+            return [TextDelta(text)] if text and not self._is_behind_marker else []
+        return _as_reasoning([*self._gate.push(text), *self._gate.flush()])
+
+    def _look_for_opening(self) -> None:
+        beginning = self._buffer.lstrip(SPACES)
+        if beginning.startswith(self._opening):
+            self._buffer = beginning[len(self._opening) :]
+            self._is_reasoning = self._is_behind_marker = True
+            self._is_undecided = False
+        elif not self._opening.startswith(beginning):
+            self._is_undecided = False
+
+    def _strip_behind_marker(self) -> None:
+        if self._is_behind_marker:
+            self._buffer = self._buffer.lstrip(SPACES)
+            self._is_behind_marker = not self._buffer
+
+    def _read_reasoning(self) -> list[ParsedDelta]:
+        self._strip_behind_marker()
+        found = find_first(self._buffer, (self._closing,))
+        if found is None:
+            num_certain = len(self._buffer) - count_held(self._buffer, (self._closing,))
+            shown, self._buffer = self._buffer[:num_certain], self._buffer[num_certain:]
+            return _as_reasoning(self._gate.push(shown))
+        place, marker = found
+        shown, self._buffer = self._buffer[:place], self._buffer[place + len(marker) :]
+        self._is_reasoning = False
+        self._is_behind_marker = True
+        deltas = _as_reasoning(self._gate.push(shown))
+        self._gate.drop()
+        return deltas
+
+    def _read_text(self) -> list[ParsedDelta]:
+        self._strip_behind_marker()
+        text, self._buffer = self._buffer, ""
+        return [TextDelta(text)] if text else []
+
+
+def _as_reasoning(deltas: list[ParsedDelta]) -> list[ParsedDelta]:
+    return [ReasoningDelta(delta.text) for delta in deltas if isinstance(delta, TextDelta)]

@@ -1,0 +1,123 @@
+"""A call as Qwen3-Coder writes it: ``<function=name><parameter=key>value</parameter></function>``."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from aserve.parsing.call_reader import CallSequence, ReaderState
+from aserve.parsing.deltas import ParsedDelta
+from aserve.parsing.json_call import NOT_JSON, parse_json
+from aserve.parsing.markers import SPACES, skip_tail
+
+FUNCTION = re.compile(r"\s*<function=([^>\n]{1,256})>")
+PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>")
+MAX_OPENING_CHARS = 512
+END_OF_VALUE = "</parameter>"
+END_OF_CALL = "</function>"
+
+
+class XmlCall:
+    """Reads one call and ``tail``. Values become what the schema of ``tools`` says, each passed on as it is complete.
+
+    A value whose type the schema leaves open is read as JSON, and is a string if it is not that.
+    """
+
+    def __init__(self, calls: CallSequence, tail: Sequence[str], tools: Mapping[str, Any]) -> None:
+        self.state = ReaderState.OPEN
+        self.rest = ""
+        self._calls = calls
+        self._tail = list(tail)
+        self._tools = tools
+        self._buffer = ""
+        self._properties: Mapping[str, Any] | None = None  # once the call has begun
+        self._num_values = 0
+        self._is_closed = False
+
+    def push(self, text: str) -> list[ParsedDelta]:
+        """Take the next piece."""
+        self._buffer += text
+        deltas: list[ParsedDelta] = []
+        while self.state is ReaderState.OPEN and self._advance(deltas):
+            pass
+        return deltas
+
+    def flush(self) -> list[ParsedDelta]:
+        """Learn that no more text comes."""
+        if self._properties is None:
+            self.state, self.rest = ReaderState.FAILED, self._buffer
+        elif self.state is ReaderState.OPEN:
+            self.state = ReaderState.DONE
+        return []
+
+    def _advance(self, deltas: list[ParsedDelta]) -> bool:
+        if self._properties is None:
+            return self._read_opening(deltas)
+        if self._is_closed:
+            self._buffer, is_read = skip_tail(self._buffer, self._tail)
+            if is_read:
+                self.state, self.rest = ReaderState.DONE, self._buffer
+            return False
+        self._buffer = self._buffer.lstrip(SPACES)
+        return self._read_parameter(self._properties, deltas)
+
+    def _read_opening(self, deltas: list[ParsedDelta]) -> bool:
+        opening = FUNCTION.match(self._buffer[:MAX_OPENING_CHARS])
+        if opening is None:
+            if len(self._buffer) >= MAX_OPENING_CHARS:
+                self.state, self.rest = ReaderState.FAILED, self._buffer
+            return False
+        name = opening[1].strip()
+        self._properties = properties_of(self._tools.get(name))
+        self._buffer = self._buffer[opening.end() :]
+        deltas += [self._calls.start(name), self._calls.arguments("{")]
+        return True
+
+    def _read_parameter(self, properties: Mapping[str, Any], deltas: list[ParsedDelta]) -> bool:
+        opening = PARAMETER.match(self._buffer[:MAX_OPENING_CHARS])
+        if opening is None:
+            return self._read_end(deltas)
+        end = self._buffer.find(END_OF_VALUE, opening.end())
+        if end < 0:
+            return False
+        key, text = opening[1].strip(), self._buffer[opening.end() : end]
+        value = convert_value(text.removeprefix("\n").removesuffix("\n"), properties.get(key))
+        pair = f"{', ' if self._num_values else ''}{orjson.dumps(key).decode()}: {orjson.dumps(value).decode()}"
+        deltas.append(self._calls.arguments(pair))
+        self._num_values += 1
+        self._buffer = self._buffer[end + len(END_OF_VALUE) :]
+        return True
+
+    def _read_end(self, deltas: list[ParsedDelta]) -> bool:
+        """Close the object at the end of the call, and where something stands that belongs to no call."""
+        is_end = self._buffer.startswith(END_OF_CALL)
+        is_undecided = END_OF_CALL.startswith(self._buffer) or self._begins_parameter()
+        if not is_end and is_undecided:
+            return False
+        deltas.append(self._calls.arguments("}"))
+        self._buffer = self._buffer.removeprefix(END_OF_CALL)
+        self._is_closed = True
+        return True
+
+    def _begins_parameter(self) -> bool:
+        start = "<parameter="
+        if len(self._buffer) <= len(start):
+            return start.startswith(self._buffer)
+        is_name = self._buffer.startswith(start) and "\n" not in self._buffer[:MAX_OPENING_CHARS]
+        return is_name and len(self._buffer) < MAX_OPENING_CHARS
+
+
+def properties_of(schema: Any) -> Mapping[str, Any]:
+    """Return the properties that ``schema`` names, if it is one of an object."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def convert_value(text: str, schema: Any) -> Any:
+    """Return the value that ``text`` stands for where ``schema`` describes it."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if kind == "string":
+        return text
+    value = parse_json({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+    return text if value is NOT_JSON else value
