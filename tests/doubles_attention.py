@@ -1,7 +1,7 @@
 """A paged pool with poison around it, and dense attention in float64 to compare with."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,7 +43,8 @@ def make_problem(device: str = "cpu", dtype: torch.dtype = torch.float32, **kind
 
 def torch_backend(device: str = "cpu") -> TorchBackend:
     """The oracle; it plans nothing by kind, so one problem is as good as another."""
-    return TorchBackend(make_problem(device), torch.device(device))
+    problem = replace(make_problem(device), max_num_seqs=64, max_model_len=512)
+    return TorchBackend(problem, torch.device(device))
 
 
 def make_case(

@@ -141,6 +141,7 @@ class AttentionProblem:
     capability: tuple[int, int] = (0, 0)  # of a CUDA device: (9, 0) is Hopper
     max_num_seqs: int = 320  # of one step
     max_num_tokens: int = 8192  # of one step
+    max_model_len: int = 8192  # of a sequence, in tokens
 
 
 class AttentionBackend(ABC):

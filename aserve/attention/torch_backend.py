@@ -23,6 +23,7 @@ from aserve.attention.base import (
 from aserve.attention.softmax import attend
 
 MAX_GROUP_KEYS = 65_536  # padded keys gathered at once for decodes
+MAX_CAPTURED_KEYS = 1 << 18  # padded keys that a graph may gather: some GiB of float32
 MAX_BLOCK_SCORES = 1 << 21  # scores held at once for a prefill chunk: 8 MiB
 
 
@@ -97,8 +98,12 @@ class TorchBackend(AttentionBackend):
 
     @property
     def captures_decodes(self) -> bool:
-        """Only if it serves both phases: in a pair's mixed steps all rows would gather as many keys as there can be."""
-        return self.phases == PHASES
+        """Only if it serves both phases, and few and short sequences.
+
+        All rows of a graph gather as many keys as there can be, in a pair's mixed steps those without a decode, too.
+        """
+        num_keys = self.problem.max_num_seqs * self.problem.max_model_len
+        return self.phases == PHASES and num_keys <= MAX_CAPTURED_KEYS
 
     def prepare_capture(self, shape: CaptureShape, tables: StepTables) -> TorchPlan:
         """Take a graph of decodes; it gathers as many keys of each as the page table is wide."""

@@ -90,6 +90,7 @@ class AttentionSetup:
             capability=torch.cuda.get_device_capability(self.device) if is_cuda else (0, 0),
             max_num_seqs=shape.batch,
             max_num_tokens=shape.num_tokens,
+            max_model_len=shape.key_len,
         )
 
     def moved_bytes(self, shape: StepShape) -> int:

@@ -35,6 +35,7 @@ def outline(
     max_num_seqs = resolve_max_num_seqs(config.max_num_seqs, device)
     most_tokens = max(MAX_CPU_TOKENS, max_num_seqs) if device.type == "cpu" else GPU_MAX_NUM_BATCHED_TOKENS
     max_num_tokens = config.max_num_batched_tokens or most_tokens
+    max_model_len = wanted_model_len(config, shape.max_context_len)
     problem = AttentionProblem(
         device_type=device.type,
         dtype=dtype,
@@ -44,6 +45,7 @@ def outline(
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         max_num_seqs=max_num_seqs,
         max_num_tokens=max_num_tokens,
+        max_model_len=max_model_len,
     )
     backend = resolve_backend(config.attention_backend, problem, device, may_change_page_size=config.page_size is None)
     page_size = backend.problem.page_size
@@ -55,7 +57,7 @@ def outline(
         layers_kv=allocate_pool(layout, page_size, 0),
         device=device,
         max_num_seqs=max_num_seqs,
-        max_model_len=wanted_model_len(config, shape.max_context_len),
+        max_model_len=max_model_len,
         max_num_tokens=max_num_tokens,
         num_pages=0,
         page_size=page_size,

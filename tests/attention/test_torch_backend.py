@@ -168,6 +168,8 @@ def test_only_decodes_are_captured() -> None:
     assert not backend.captures_chunks
     half = TorchBackend(backend.problem, backend.device, ("decode",))
     assert not half.captures_decodes, "a pair with this backend runs without graphs"
+    long = dataclasses.replace(backend.problem, max_num_seqs=320, max_model_len=40_960)
+    assert not TorchBackend(long, backend.device).captures_decodes, "13 million keys, 50 GiB in float32, are too many"
     captured = CapturedCase.make(CaptureShape(4, 1, 1), 1, 16)
     with pytest.raises(ValueError, match="only batches of decodes"):
         backend.prepare_capture(captured.shape, captured.tables)
