@@ -15,7 +15,7 @@ LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 MAX_LOGIT_BIAS = 300
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
-MAX_GRAMMAR_BYTES = 1 << 18
+MAX_GRAMMAR_BYTES = 1 << 17
 MAX_INT32 = 2**31 - 1
 
 
@@ -64,8 +64,9 @@ class SamplingParams:
     are off. ``logprobs`` is the number of alternatives reported beside the chosen token, None for no
     report at all; the same holds for ``prompt_logprobs``. ``max_tokens`` None means the rest of the
     context. ``seed`` None takes fresh entropy. ``grammar`` is what the whole output must match. ``stop`` may be given
-    as one string or as a list, ``stop_token_ids`` as a list; they are stored as tuples. Raises ClientError that names
-    the field for a wrong type or range.
+    as one string or as a list, ``stop_token_ids`` as a list; they are stored as tuples. ``kept_special_ids`` are shown
+    although ``skip_special_tokens``, for who reads the text to look for them. Raises ClientError that names the field
+    for a wrong type or range.
     """
 
     max_tokens: int | None = None
@@ -84,6 +85,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    kept_special_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: GrammarSpec | None = None

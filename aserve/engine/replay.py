@@ -106,6 +106,7 @@ class _Replay:
         params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
         params["stop"] = tuple(params["stop"])
         params["stop_token_ids"] = tuple(params["stop_token_ids"])
+        params["kept_special_ids"] = tuple(params.get("kept_special_ids", ()))
         if params.get("grammar") is not None:
             params["grammar"] = GrammarSpec(**params["grammar"])
         self._newest_prompt = tuple(fields["prompt_token_ids"]) or self._newest_prompt
@@ -136,5 +137,6 @@ def _restored(head: dict[str, Any]) -> Scheduler:
 
 
 def _tokens(fields: list[Any]) -> StepTokens:
-    step_id, token_ids, errors = fields
-    return StepTokens(step_id, token_ids, errors={int(place): message for place, message in errors.items()})
+    step_id, token_ids, errors, *ended = fields
+    messages = {int(place): message for place, message in errors.items()}
+    return StepTokens(step_id, token_ids, errors=messages, ended=ended[0] if ended else [])

@@ -96,7 +96,7 @@ class TraceRing:
 
     def record_tokens(self, tokens: StepTokens) -> None:
         """Record what a step sampled, before it is committed."""
-        self._append({"tokens": (tokens.step_id, tokens.token_ids, tokens.errors)})
+        self._append({"tokens": (tokens.step_id, tokens.token_ids, tokens.errors, tokens.ended)})
         self._num_steps += 1
 
     def record_failure(self, error: BaseException) -> None:

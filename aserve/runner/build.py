@@ -22,12 +22,17 @@ from aserve.runner.resolve import (
 )
 from aserve.runner.torch_runner import TorchRunner
 from aserve.scheduler.limits import Limits
+from aserve.structured.compile import GrammarCompiler
 from aserve.weights.load import load_model
 from aserve.weights.memory import explain_exhaustion
 
 
-def build_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: Set[int]) -> ModelRunner:
+def build_runner(
+    config: EngineConfig, files: ModelFiles, eos_token_ids: Set[int], compiler: GrammarCompiler | None = None
+) -> ModelRunner:
     """Load the model and size everything around it; blocks for seconds.
+
+    Requests may have grammars if there is a ``compiler``.
 
     Logs every setting that it resolves, with the reason. Raises ConfigError for what this machine or model
     does not allow.
@@ -48,14 +53,14 @@ def build_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: Set[int
 
         with explain_exhaustion(device, "preparing attention"):
             parts, layout = outline(config, model, operators, device, dtype)
-        return build_cuda_runner(config, parts, layout, eos_token_ids)
-    return _build_cpu_runner(config, assemble(config, model, operators, device, dtype), eos_token_ids, thread)
+        return build_cuda_runner(config, parts, layout, eos_token_ids, compiler)
+    parts = assemble(config, model, operators, device, dtype)
+    return _build_cpu_runner(config, parts, StepExecutor(parts, eos_token_ids, compiler), thread)
 
 
 def _build_cpu_runner(
-    config: EngineConfig, parts: DeviceParts, eos_token_ids: Set[int], thread: ComputeThread
+    config: EngineConfig, parts: DeviceParts, executor: StepExecutor, thread: ComputeThread
 ) -> TorchRunner:
-    executor = StepExecutor(parts, eos_token_ids)
     cost = _resolve_step_cost(config, parts, executor, thread)
     limits = Limits(
         vocab_size=parts.model.config.vocab_size,

@@ -18,6 +18,7 @@ from aserve.runner.tables import DeviceTables
 from aserve.runner.transfer import Transfer
 from aserve.sampling.sampler import SampledTokens, Sampler
 from aserve.scheduler.plan import StepPlan, StepTokens
+from aserve.structured.compile import GrammarCompiler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class DeviceParts:
 class StepExecutor:
     """Owns the tables and the sampler; all calls come from one thread, one step after the other."""
 
-    def __init__(self, parts: DeviceParts, eos_token_ids: Set[int]) -> None:
+    def __init__(self, parts: DeviceParts, eos_token_ids: Set[int], compiler: GrammarCompiler | None = None) -> None:
         vocab_size = parts.model.config.vocab_size
         self._parts = parts
         self._transfer = Transfer(parts.device)
@@ -52,7 +53,14 @@ class StepExecutor:
             upload=self._transfer.upload,
         )
         self._buffers = InputBuffers(parts.max_num_seqs, parts.max_num_tokens)
-        self._sampler = Sampler(parts.max_num_seqs + 1, vocab_size, eos_token_ids, parts.device, self._transfer.upload)
+        self._sampler = Sampler(
+            parts.max_num_seqs + 1,
+            vocab_size,
+            eos_token_ids,
+            parts.device,
+            self._transfer.upload,
+            compiler=compiler,
+        )
         self._prompt_scores = PromptScores(parts.model, self._tables.token_pool)
 
     @torch.inference_mode()

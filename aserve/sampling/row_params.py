@@ -21,6 +21,7 @@ class Need(IntFlag):
     BIAS = 4
     MIN_TOKENS = 8
     LOGPROBS = 16
+    GRAMMAR = 32
 
 
 class Column:
@@ -95,6 +96,8 @@ def find_needs(start: RowStart, *, has_final_ids: bool) -> Need:
         needs |= Need.MIN_TOKENS
     if params.logprobs is not None:
         needs |= Need.LOGPROBS
+    if params.grammar is not None:
+        needs |= Need.GRAMMAR
     return needs
 
 

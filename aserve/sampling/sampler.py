@@ -1,7 +1,8 @@
 """Chooses the next token of every sampled row of a step, as tensors, without waiting for the device.
 
-Order: raw log probabilities are set aside; then logit bias, min_tokens and penalties; then the most likely
-token, or a draw. What a row gets depends on its own logits, parameters, seed and position alone.
+Order: raw log probabilities are set aside; then logit bias, min_tokens and penalties; then what a grammar rules
+out; then the most likely token, or a draw. What a row gets depends on its own logits, parameters, seed and position
+alone, and on its own output where it has a grammar.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -19,8 +20,11 @@ from aserve.sampling.draw import Filters, FilterValues, draw_tokens
 from aserve.sampling.logprobs import LogprobTensors, compute_logprobs, list_logprobs
 from aserve.sampling.row_params import NO_FILTERS, Column, Need, RowParams, final_token_ids
 from aserve.sampling.token_counts import TokenCounts
+from aserve.sampling.token_mask import ban_tokens, byte_bits
 from aserve.sampling.uniform import advance
 from aserve.scheduler.plan import RowStart, StepTokens
+from aserve.structured.compile import GrammarCompiler
+from aserve.structured.row_grammars import RowGrammars
 
 if TYPE_CHECKING:
     from aserve.sampling.gpu.token_picker import TokenPicker  # needs triton
@@ -39,13 +43,17 @@ class SampledTokens:
     logprobs: LogprobTensors | None  # of M rows
     logprob_places: IntArray  # [M], among the N
     num_logprobs: list[int]  # M
+    followed: "FollowedRows | None" = None
 
     def tensors(self) -> list[Tensor]:
         """What ``report`` needs on the host."""
         return [self.token_ids, self.is_bad, *(self.logprobs or ())]
 
     def report(self, step_id: int, on_host: Sequence[Tensor]) -> StepTokens:
-        """Return the result of the step; ``on_host`` are copies of ``tensors()``."""
+        """Return the result of the step; ``on_host`` are copies of ``tensors()``.
+
+        Also moves grammars on, so it is called once, and before their rows are sampled again.
+        """
         token_ids: list[int] = on_host[0].tolist()
         is_bad = on_host[1].numpy()
         errors = dict.fromkeys(np.flatnonzero(is_bad).tolist(), BAD_LOGITS)
@@ -57,7 +65,19 @@ class SampledTokens:
             listed = list_logprobs(LogprobTensors(*on_host[2:]), self.num_logprobs)
             for place, logprobs in zip(self.logprob_places.tolist(), listed, strict=True):
                 reports[place] = None if place in errors else logprobs
-        return StepTokens(step_id, token_ids, logprobs=reports, errors=errors)
+        tokens = StepTokens(step_id, token_ids, logprobs=reports, errors=errors)
+        if self.followed is not None:
+            self.followed.grammars.settle(tokens, self.followed.places, self.followed.rows)
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedRows:
+    """The rows of a step that have a grammar, and their places among those sampled."""
+
+    grammars: RowGrammars
+    places: list[int]
+    rows: list[int]
 
 
 class Sampler:
@@ -74,6 +94,7 @@ class Sampler:
         device: torch.device,
         upload: Upload,
         picker: "TokenPicker | None" = None,
+        compiler: GrammarCompiler | None = None,
     ) -> None:
         self._picker = picker or _make_picker(num_rows, vocab_size, device)
         self._upload = upload
@@ -82,6 +103,10 @@ class Sampler:
         self._never = torch.full((), -torch.inf, device=device)  # on the device: a number there would be a wait
         self._counts = TokenCounts(num_rows, vocab_size, device)
         self._final_ids: dict[int, IntArray] = {}  # row -> ids that min_tokens forbids
+        self._byte_bits = byte_bits(device)
+        self._compiler = compiler
+        self._grammars: RowGrammars | None = None  # made for the first row that has one
+        self._shape = num_rows, vocab_size
 
     def start_row(self, start: RowStart) -> None:
         """Reset a row for the sequence that enters."""
@@ -94,6 +119,10 @@ class Sampler:
         self._final_ids.pop(start.row, None)
         if Need.MIN_TOKENS in needs:
             self._final_ids[start.row] = np.array(final_ids, np.int64)
+        if self._grammars is not None:
+            self._grammars.leave_row(start.row)
+        if Need.GRAMMAR in needs:
+            self._row_grammars().start_row(start)
 
     def reserve(self) -> int:
         """Allocate now what rows may need on the device later, and return its bytes."""
@@ -133,20 +162,22 @@ class Sampler:
         reported = self._upload(places) if places.size else None
         raw = None if reported is None else logits[reported]
         logits = self._adjust(logits, rows, positions, needs)
+        followed = self._apply_grammars(logits, rows, needs)
         token_ids, is_bad = self._choose(logits, rows, positions, needs)
         self._count(token_ids, is_bad, rows, needs)
         num_logprobs = self._params.num_logprobs[rows[places]].tolist()
         logprobs = None
         if reported is not None and raw is not None:
             logprobs = compute_logprobs(raw, token_ids[reported], max(num_logprobs))
-        return SampledTokens(token_ids, is_bad, logprobs, places, num_logprobs)
+        return SampledTokens(token_ids, is_bad, logprobs, places, num_logprobs, followed)
 
     def _adjust(self, logits: Tensor, rows: IntArray, positions: IntArray, needs: NDArray[np.uint8]) -> Tensor:
         """Apply what changes single logits: bias, the ban on ending early, penalties."""
         if (places := np.flatnonzero(needs & Need.BIAS)).size:
             biased = self._upload(places).unsqueeze(1), self._upload(self._params.bias_ids[rows[places]])
             logits.index_put_(biased, self._upload(self._params.biases[rows[places]]), accumulate=True)
-        is_early = (needs & Need.MIN_TOKENS).astype(bool) & (positions < self._params.free_positions[rows])
+        can_be_early = needs & (Need.MIN_TOKENS | Need.GRAMMAR) == Need.MIN_TOKENS  # a grammar's mask sees to it itself
+        is_early = can_be_early & (positions < self._params.free_positions[rows])
         if (places := np.flatnonzero(is_early)).size:
             final_ids = [self._final_ids[row] for row in rows[places].tolist()]
             banned = np.repeat(places, [len(ids) for ids in final_ids]), np.concatenate(final_ids)
@@ -156,6 +187,23 @@ class Sampler:
             penalties = self._upload(self._params.values[rows[places], Column.PENALTIES])
             logits[at] = self._counts.penalize(logits[at], table_rows, penalties)
         return logits
+
+    def _apply_grammars(self, logits: Tensor, rows: IntArray, needs: NDArray[np.uint8]) -> FollowedRows | None:
+        """Rule out what the rows' grammars do not allow; returns the rows that have one."""
+        places = np.flatnonzero(needs & Need.GRAMMAR)
+        if not places.size:
+            return None
+        grammars = self._row_grammars()
+        masks = self._upload(grammars.masks[rows[places]])
+        ban_tokens(logits, self._upload(places), masks, self._byte_bits)
+        return FollowedRows(grammars, places.tolist(), rows[places].tolist())
+
+    def _row_grammars(self) -> RowGrammars:
+        if self._grammars is None:
+            if self._compiler is None:
+                raise RuntimeError("a row has a grammar, but this sampler was made without a compiler")
+            self._grammars = RowGrammars(*self._shape, self._compiler)
+        return self._grammars
 
     def _choose(
         self, logits: Tensor, rows: IntArray, positions: IntArray, needs: NDArray[np.uint8]

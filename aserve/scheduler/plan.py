@@ -64,7 +64,8 @@ class StepTokens:
     A row whose own sampling failed has token id -1 and its message in ``errors`` (keyed by its
     place among the sampled rows); its neighbours are not affected. ``prompt_logprobs`` is keyed by
     place in the plan and holds one entry per scheduled prompt token, for the token that follows it
-    (none for a chunk's last token if that token is sampled from).
+    (none for a chunk's last token if that token is sampled from). ``ended`` lists the places, among the sampled
+    rows, after whose token a grammar allows nothing but the end.
     """
 
     step_id: int
@@ -72,4 +73,5 @@ class StepTokens:
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     errors: dict[int, str] = field(default_factory=dict)
+    ended: list[int] = field(default_factory=list)
     step_time_s: float = 0.0

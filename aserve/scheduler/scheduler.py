@@ -198,7 +198,7 @@ class Scheduler:
     def _commit_tokens(self, flight: Flight, tokens: StepTokens) -> list[SequenceDelta]:
         """Append each sampled token to its sequence, unless that has ended since the launch."""
         deltas: list[SequenceDelta] = []
-        logprobs, errors = tokens.logprobs, tokens.errors
+        logprobs, errors, ended = tokens.logprobs, tokens.errors, tokens.ended
         sampled = compress(flight.sequences, flight.plan.is_sampled)
         for place, (seq, token_id) in enumerate(zip(sampled, tokens.token_ids, strict=True)):
             if seq.status is Status.FINISHED:
@@ -211,12 +211,13 @@ class Scheduler:
                 delta.logprobs = [entry]
             if seq.prompt_logprobs is not None:
                 delta.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
-            if len(token_ids) >= seq.max_len or token_id in seq.stop_token_ids or place in errors:
-                self._judge(seq, delta, errors.get(place))
+            is_ended = place in ended
+            if len(token_ids) >= seq.max_len or token_id in seq.stop_token_ids or is_ended or place in errors:
+                self._judge(seq, delta, errors.get(place), is_ended=is_ended)
         return deltas
 
-    def _judge(self, seq: Sequence, delta: SequenceDelta, error: str | None) -> None:
-        """Decide whether ``seq`` ends with the token that ``delta`` carries."""
+    def _judge(self, seq: Sequence, delta: SequenceDelta, error: str | None, *, is_ended: bool) -> None:
+        """Decide whether ``seq`` ends with the token that ``delta`` carries; ``is_ended``: by its grammar."""
         token_id = delta.token_ids[0]
         if error is not None or len(seq.token_ids) > seq.max_len:  # no token at all, or one too many: max_tokens is 0
             seq.token_ids.pop()
@@ -226,9 +227,13 @@ class Scheduler:
         elif token_id in seq.stop_token_ids and seq.num_output_tokens >= seq.params.min_tokens:
             delta.stop_token_id = token_id
             delta.finish_reason = FinishReason.STOP
+        elif is_ended:
+            delta.finish_reason = FinishReason.STOP
         elif len(seq.token_ids) >= seq.max_len:
             delta.finish_reason = FinishReason.LENGTH
         if delta.finish_reason is not None:
+            if error is None:  # found at once by who goes on from here, though a launched step may still contain it
+                self._memory.publish(seq, len(seq.token_ids) - 1)
             self._finish(seq, delta.finish_reason)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:

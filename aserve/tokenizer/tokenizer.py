@@ -92,6 +92,14 @@ class Tokenizer:
         limit.check(len(ids), is_exact=True)
         return ids
 
+    def encode_fragment(self, text: str) -> list[int]:
+        """Return the ids of ordinary text that stands within an output; nothing is added, no control token found.
+
+        A normaliser of the vocabulary may still change the text.
+        """
+        token_ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return token_ids
+
     def encode_chat(
         self,
         messages: Sequence[Any],

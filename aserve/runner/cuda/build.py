@@ -19,16 +19,18 @@ from aserve.runner.cuda.step_arrays import ArrayLayout
 from aserve.runner.cuda.streams import UploadSlots
 from aserve.runner.executor import DeviceParts
 from aserve.runner.kv_pool import GIB, KVLayout
-from aserve.runner.prompt_scores import PromptScores
+from aserve.runner.prompt_scores import MAX_LOGIT_ROWS, PromptScores
 from aserve.runner.resolve import log_choice
 from aserve.runner.transfer import Transfer
 from aserve.runner.warm_up import dummy_plan
 from aserve.sampling.gpu.token_picker import TokenPicker
 from aserve.sampling.sampler import Sampler
 from aserve.scheduler.limits import Limits
+from aserve.structured.compile import GrammarCompiler
 
 SPARE_WORDS = 1 << 18  # room for new pages and prompts in an upload slot; a step that needs more gets a larger one
-FULL_SAMPLING_COPIES = 5  # of the logits, while rows with filters and penalties are sampled
+FULL_SAMPLING_COPIES = 7  # of the logits, while all rows have penalties and report log probabilities
+SCORING_COPIES = 3  # of the logits of prompt tokens, these included, while their log probabilities are found
 MIN_GRAPH_BYTES = 1 << 20
 MARGIN_BYTES = 256 << 20  # fragmentation, and libraries that allocate beside torch
 
@@ -36,7 +38,9 @@ MARGIN_BYTES = 256 << 20  # fragmentation, and libraries that allocate beside to
 class CudaAssembly:
     """Everything of a runner but the KV pool and the graphs, whose sizes depend on what is left."""
 
-    def __init__(self, config: EngineConfig, parts: DeviceParts, eos_token_ids: Set[int]) -> None:
+    def __init__(
+        self, config: EngineConfig, parts: DeviceParts, eos_token_ids: Set[int], compiler: GrammarCompiler | None
+    ) -> None:
         """``parts`` come with a pool of no pages but the dummy ones."""
         self._config = config
         self._parts = parts
@@ -55,7 +59,7 @@ class CudaAssembly:
         self._state = DeviceState(sizes, layout, parts.backend.problem.dtype, parts.device)
         picker = TokenPicker(parts.max_num_seqs, shape.vocab_size, parts.device)
         self._sampler = Sampler(
-            parts.max_num_seqs + 1, shape.vocab_size, eos_token_ids, parts.device, self._upload, picker
+            parts.max_num_seqs + 1, shape.vocab_size, eos_token_ids, parts.device, self._upload, picker, compiler
         )
         slots = UploadSlots(layout, SPARE_WORDS, parts.device, self._compute)
         self._staging = Staging(slots, layout, self._state, self._sampler)
@@ -84,7 +88,7 @@ class CudaAssembly:
         gc.collect()
         torch.cuda.empty_cache()
         per_graph = max(MIN_GRAPH_BYTES, (free_first - free_last) // max(1, smallest.count))
-        sampling = FULL_SAMPLING_COPIES * self._state.logits.nbytes
+        sampling = sampling_bytes(*self._state.logits.shape)
         needed = free_before - free_first + per_graph * self._sizes.count + sampling + MARGIN_BYTES
         log_choice("reserved_gib", f"{needed / GIB:.2f}", f"steps, {self._sizes.count} graphs, sampling")
         return needed
@@ -139,14 +143,18 @@ class CudaAssembly:
 
 
 def build_cuda_runner(
-    config: EngineConfig, parts: DeviceParts, layout: KVLayout, eos_token_ids: Set[int]
+    config: EngineConfig,
+    parts: DeviceParts,
+    layout: KVLayout,
+    eos_token_ids: Set[int],
+    compiler: GrammarCompiler | None = None,
 ) -> CudaRunner:
     """Size the KV pool after everything else and capture the graphs; ``parts`` have no pages but the dummy ones yet.
 
     Raises ConfigError naming needed and free memory if the GPU has too little.
     """
     try:
-        assembly = CudaAssembly(config, parts, eos_token_ids)
+        assembly = CudaAssembly(config, parts, eos_token_ids, compiler)
         return assembly.finish(with_pool(config, parts, layout, assembly.measure()))
     except torch.OutOfMemoryError as error:
         free_bytes, total_bytes = torch.cuda.mem_get_info(parts.device)
@@ -154,6 +162,12 @@ def build_cuda_runner(
             f"out of GPU memory while starting: {free_bytes / GIB:.2f} of {total_bytes / GIB:.2f} GiB are free; lower "
             f"kv_memory_fraction, max_num_seqs or max_num_batched_tokens ({error})"
         ) from error
+
+
+def sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
+    """Return what a step allocates at most to sample any rows, or to score prompts, beside its own logits."""
+    num_rows = max(FULL_SAMPLING_COPIES * max_num_seqs, SCORING_COPIES * MAX_LOGIT_ROWS)
+    return num_rows * vocab_size * torch.float32.itemsize
 
 
 def _free_bytes() -> int:
