@@ -29,7 +29,7 @@ from aserve.scheduler.limits import Limits
 from aserve.structured.compile import GrammarCompiler
 
 SPARE_WORDS = 1 << 18  # room for new pages and prompts in an upload slot; a step that needs more gets a larger one
-FULL_SAMPLING_COPIES = 7  # of the logits, while all rows have penalties and report log probabilities
+FULL_SAMPLING_COPIES = 8  # of the logits, while all rows have penalties and report log probabilities
 SCORING_COPIES = 3  # of the logits of prompt tokens, these included, while their log probabilities are found
 MIN_GRAPH_BYTES = 1 << 20
 MARGIN_BYTES = 256 << 20  # fragmentation, and libraries that allocate beside torch
