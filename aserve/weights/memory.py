@@ -1,5 +1,6 @@
 """Whether a GPU has room for a model's weights: asked before the first is read, and said clearly if it runs out."""
 
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,10 @@ def check_memory(model: Decoder, weights: WeightFormat) -> None:
         return
     slots = model.slots().values()
     needed = sum(math.prod(slot.shape) for slot in slots if not slot.is_optional) * weights.dtype.itemsize
-    torch.cuda.empty_cache()  # what an earlier engine of this process has given back counts as free
+    # What an earlier engine of this process has given back counts as free. One whose start failed hangs in a cycle: its
+    # error knows the frames that loaded it, and these the future that holds the error.
+    gc.collect()
+    torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     if needed > free_bytes:
         raise ConfigError(

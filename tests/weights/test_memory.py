@@ -1,7 +1,9 @@
 """A model too large for the GPU is refused before its weights are read, and running out on the way is explained."""
 
+import gc
 import json
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,6 +65,27 @@ def test_needed_and_free_are_named_in_gib(monkeypatch: pytest.MonkeyPatch) -> No
     leave_free(monkeypatch, 9 * GIB + GIB // 4)
     with pytest.raises(ConfigError, match=r"need 14\.96 GiB, 9\.25 of 80\.00 GiB are free; stop what else uses"):
         check_memory(model, replace(weights, device=CUDA))
+
+
+def test_what_a_failed_start_left_in_a_cycle_is_given_back_first(
+    tiny: tuple[ModelFiles, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Frame:
+        """Knows itself, as the frames of a start and their error do."""
+
+        def __init__(self) -> None:
+            self.weights, self.error = torch.empty(8), self
+
+    files, _ = tiny
+    model = load_model(files, device=CPU, dtype=torch.float32, quantization="none", operators=Operators()).model
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB if left() is None else 0, 80 * GIB))
+    gc.disable()
+    try:
+        left = weakref.ref(Frame().weights)
+        assert left() is not None
+        check_memory(model, WeightFormat(Unquantized(), torch.float32, CUDA))
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("is_random", [False, True])
