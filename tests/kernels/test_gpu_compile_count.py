@@ -42,3 +42,16 @@ def test_a_hook_that_was_there_is_still_called(monkeypatch: pytest.MonkeyPatch) 
     compile_one(key="b")
     assert (counter.compilations(), seen) == (1, [{"key": "a"}, {"key": "b"}])
     assert triton.knobs.runtime.jit_post_compile_hook is before
+
+
+@pytest.mark.parametrize("first_to_close", [0, 1])
+def test_one_of_two_counters_closes_and_the_other_goes_on(first_to_close: int) -> None:
+    before = triton.knobs.runtime.jit_post_compile_hook
+    counters = [CompileCounter(), CompileCounter()]
+    closed = counters.pop(first_to_close)
+    compile_one(key="a")
+    closed.close()
+    compile_one(key="b")
+    assert (closed.compilations(), counters[0].compilations()) == (1, 2)
+    counters[0].close()
+    assert triton.knobs.runtime.jit_post_compile_hook is before

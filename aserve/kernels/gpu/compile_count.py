@@ -11,6 +11,7 @@ class CompileCounter:
     def __init__(self) -> None:
         self._count = 0
         self._marked = 0
+        self._is_closed = False
         self._previous = triton.knobs.runtime.jit_post_compile_hook
         triton.knobs.runtime.jit_post_compile_hook = self._count_one
 
@@ -23,9 +24,13 @@ class CompileCounter:
         return self._count - self._marked
 
     def close(self) -> None:
-        """Stop counting; counters close in the reverse order of their creation."""
-        triton.knobs.runtime.jit_post_compile_hook = self._previous
+        """Stop counting. Counters made later, those of another engine, go on; the last to close takes all hooks out."""
+        self._is_closed = True
+        hook = triton.knobs.runtime.jit_post_compile_hook
+        while isinstance(counter := getattr(hook, "__self__", None), CompileCounter) and counter._is_closed:
+            hook = counter._previous
+        triton.knobs.runtime.jit_post_compile_hook = hook
 
     def _count_one(self, **details: Any) -> bool | None:
-        self._count += 1
+        self._count += not self._is_closed
         return None if self._previous is None else self._previous(**details)
