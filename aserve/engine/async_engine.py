@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from aserve.config import EngineConfig
 from aserve.engine.collector import Collector
+from aserve.engine.grammar_queue import GrammarQueue
 from aserve.engine.output_stream import OutputStream
 from aserve.engine.parts import EngineParts, close_unwanted, load_parts, run_in_thread
 from aserve.engine.process_tuning import ProcessTuning
@@ -56,6 +57,7 @@ class AsyncEngine:
         self._given = (runner, tokenizer)
         self._parts: EngineParts | None = None
         self._encoder: PromptEncoder | None = None
+        self._grammars: GrammarQueue | None = None
         self._steps: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._checked_prompt: tuple[int, ...] = ()  # the newest whose tokens are right
@@ -145,6 +147,7 @@ class AsyncEngine:
             max_queued_requests=self.config.max_queued_requests,
             num_waiting=lambda: scheduler.num_waiting,
         )
+        self._grammars = GrammarQueue(parts.compiler)
         self._steps = StepLoop(
             scheduler, parts.runner, self.metrics, trace, overlap=self.config.overlap, tuning=self._tuning
         )
@@ -223,12 +226,14 @@ class AsyncEngine:
     async def _make_request(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int
     ) -> Request:
-        """Encode the prompt; its time of arrival is now."""
+        """Encode the prompt and compile the grammar; the time of arrival is now."""
         arrival_time_s = time.monotonic()
+        params = params or SamplingParams()
+        await self.prepare(params)
         return Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=tuple(await self.encode(prompt)),
-            params=params or SamplingParams(),
+            params=params,
             priority=priority,
             arrival_time_s=arrival_time_s,
         )
@@ -252,8 +257,19 @@ class AsyncEngine:
         assert self._encoder is not None
         return await self._encoder.encode(prompt, tools, continue_final_message, template_kwargs)
 
+    async def prepare(self, params: SamplingParams) -> None:
+        """Compile the grammar of ``params``, if there is one, off the loop.
+
+        To be awaited before ``add``. Raises ClientError for what is wrong with the grammar, CapacityError if too many
+        others wait to be compiled.
+        """
+        if params.grammar is not None:
+            self._check_accepting()
+            assert self._grammars is not None
+            await self._grammars.compile(params.grammar)
+
     def add(self, request: Request, sink: Sink) -> None:
-        """Queue ``request``; its outputs go straight to ``sink``.
+        """Queue ``request``; its outputs go straight to ``sink``. A grammar that was not prepared holds up a step.
 
         Raises ClientError (the request is wrong or can never fit), CapacityError or EngineDeadError.
         """
@@ -391,5 +407,7 @@ class AsyncEngine:
     def _close_parts(self) -> None:
         assert self._parts is not None
         assert self._encoder is not None
+        assert self._grammars is not None
         self._encoder.close()
+        self._grammars.close()
         self._parts.runner.close()

@@ -11,6 +11,7 @@ from aserve.config import EngineConfig
 from aserve.kernels.cpu.library import build_ahead
 from aserve.model_files import ModelFiles
 from aserve.runner.base import ModelRunner
+from aserve.structured.compile import GrammarCompiler
 from aserve.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -19,10 +20,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A warm runner and what turns text into its tokens."""
+    """A warm runner, what turns text into its tokens, and what tells it which of them a grammar allows."""
 
     runner: ModelRunner
     tokenizer: Tokenizer
+    compiler: GrammarCompiler
     model_name: str
 
 
@@ -31,17 +33,21 @@ def load_parts(config: EngineConfig, runner: ModelRunner | None, tokenizer: Toke
     name = config.served_model_name or config.model or "scripted"
     if runner is None and config.device != "cuda":
         build_ahead()
+    files = None
     if runner is None or tokenizer is None:
         files = _locate(config)
         name = config.served_model_name or files.name
         tokenizer = tokenizer or _load_tokenizer(files)
-        runner = runner or _build_runner(config, files, tokenizer.eos_token_ids)
+    compiler = GrammarCompiler(tokenizer)
+    if runner is None:
+        assert files is not None
+        runner = _build_runner(config, files, compiler)
     try:
         runner.warm_up()
     except BaseException:
         runner.close()
         raise
-    return EngineParts(runner, tokenizer, name)
+    return EngineParts(runner, tokenizer, compiler, name)
 
 
 def close_unwanted(loading: "Future[EngineParts]") -> None:
@@ -65,10 +71,10 @@ def _load_tokenizer(files: ModelFiles) -> Tokenizer:
     return load_tokenizer(files)
 
 
-def _build_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: frozenset[int]) -> ModelRunner:
+def _build_runner(config: EngineConfig, files: ModelFiles, compiler: GrammarCompiler) -> ModelRunner:
     from aserve.runner.build import build_runner
 
-    return build_runner(config, files, eos_token_ids)
+    return build_runner(config, files, compiler.eos_token_ids, compiler)
 
 
 def run_in_thread(function: Callable[[], T], name: str) -> "Future[T]":

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import compress
 
 from aserve.engine.output_stream import OutputStream
 from aserve.engine.process_tuning import ProcessTuning
@@ -42,6 +43,7 @@ class _Flight:
     num_rows: int
     num_tokens: int
     launched_s: float
+    holds_next: bool = False  # no step may be launched before this one is committed
     done_s: float = 0.0
 
 
@@ -74,6 +76,7 @@ class StepLoop:
         self._flights: deque[_Flight] = deque()  # in the order of their launch
         self._backlog: deque[tuple[OutputStream, SequenceDelta, float]] = deque()  # committed, not yet fanned out
         self._max_backlog = runner.limits.max_num_seqs
+        self._grammar_rows: set[int] = set()  # kept only for a runner that cannot mask ahead
         self._events = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._last_done_s = 0.0  # when the device completed the newest committed step
@@ -170,6 +173,8 @@ class StepLoop:
     def _launch_ahead(self) -> None:
         """Plan and launch as far ahead as allowed; without overlap only once every output has been seen."""
         while len(self._flights) < self._depth and (self._overlap or not self._backlog):
+            if self._flights and self._flights[-1].holds_next:
+                return
             plan = self.scheduler.schedule()
             self.trace.record_plan(plan)
             if plan is None:
@@ -183,12 +188,23 @@ class StepLoop:
             if stream is not None:
                 stream.note_start(now)
         future = self._runner.launch(plan)
-        flight = _Flight(future, len(plan.rows), plan.num_tokens, now)
+        flight = _Flight(future, len(plan.rows), plan.num_tokens, now, self._holds_next(plan))
         self._flights.append(flight)
         future.add_done_callback(lambda _: self._note_done(flight))
         if self._has_committed:
             self._has_committed = False
             self._metrics.step_turnaround.observe(flight.launched_s - self._last_done_s)
+
+    def _holds_next(self, plan: StepPlan) -> bool:
+        """Whether ``plan`` samples for a grammar that the runner must have seen move on before the next launch."""
+        if self._runner.can_mask_ahead:
+            return False
+        rows = self._grammar_rows
+        for start in plan.row_starts:
+            rows.discard(start.row)
+            if start.params.grammar is not None:
+                rows.add(start.row)
+        return bool(rows) and any(row in rows for row in compress(plan.rows, plan.is_sampled))
 
     def _note_done(self, flight: _Flight) -> None:
         """Wake the loop; called on the runner's thread."""

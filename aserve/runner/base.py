@@ -28,6 +28,11 @@ class ModelRunner(ABC):
         """Steps whose launch found the device with nothing to do: where this grows under load, the host is slow."""
         return 0
 
+    @property
+    def can_mask_ahead(self) -> bool:
+        """Whether a step may be launched while a row's token, which its grammar needs to know, is still on its way."""
+        return True
+
     @abstractmethod
     def launch(self, plan: StepPlan) -> "Future[StepTokens]":
         """Enqueue ``plan`` and return at once; never waits for the device.

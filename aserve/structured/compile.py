@@ -9,6 +9,7 @@ from collections import OrderedDict
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from aserve.errors import ClientError
@@ -18,18 +19,20 @@ from aserve.structured.vocabulary import build_vocabulary
 from aserve.tokenizer.tokenizer import Tokenizer
 
 MAX_CACHED = 512  # grammars, and as many refusals
+NOTHING_FITS = "no output of this model can match the grammar"
 LIMITS = LLParserLimits(verbose_errors=False)
 
 
 class CompiledGrammar:
     """A grammar over one vocabulary. Immutable; any number of rows may follow it at once."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         """Take over a ``matcher`` at its start. Raises ClientError if no output can begin."""
         self._matcher = matcher
-        self.first_mask: NDArray[np.int32] = np.frombuffer(matcher.compute_bitmask(), np.int32)
-        if error := matcher.get_error():
-            raise ClientError(first_lines(error), param="grammar")
+        self.first_mask: NDArray[np.int32] = allocate_token_bitmask(1, vocab_size)[0]  # [ceil(V / 32)]
+        fill_next_token_bitmask(matcher, self.first_mask[np.newaxis])
+        if matcher.is_stopped() and not matcher.is_accepting():
+            raise ClientError(NOTHING_FITS, param="grammar")
 
     def start(self) -> LLMatcher:
         """Return a matcher of one's own, at the beginning."""
@@ -74,8 +77,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._load_vocabulary(), text, log_level=0, limits=LIMITS)
         if error := matcher.get_error():
             raise ClientError(f"the {spec.kind} cannot be used: {first_lines(error)}", param="grammar")
-        compiled = CompiledGrammar(matcher)
-        return compiled
+        return CompiledGrammar(matcher, self._tokenizer.vocab_size)
 
     def _load_vocabulary(self) -> LLTokenizer:
         with self._vocabulary_lock:
@@ -93,5 +95,5 @@ class GrammarCompiler:
 
 def first_lines(error: str) -> str:
     """Return what is fit for a client: the beginning of llguidance's message, without its picture of the state."""
-    text = error.split("\n<state>")[0].strip()
+    text = error.split("\n<")[0].strip()
     return text if len(text) <= 500 else f"{text[:500]}..."

@@ -35,11 +35,17 @@ class _Words:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """Cut ``text`` as the model learned to, or greedily where that would change a byte."""
+        """Cut ``text`` as the model learned to, or greedily where that would change a byte.
+
+        Returns nothing for what the vocabulary cannot express, which leaves no token to allow.
+        """
         if isinstance(text, bytes):
             raise TypeError("TokenizerWrapper asks first whether bytes will do")
         token_ids = self._tokenizer.encode_fragment(text)
+        if not self._spells(token_ids, text):
+            token_ids = self.vocabulary.greedy_tokenize(text) if self.vocabulary is not None else []
+        return token_ids if self._spells(token_ids, text) else []
+
+    def _spells(self, token_ids: list[int], text: str) -> bool:
         size = len(self.tokens)
-        if b"".join(self.tokens[i] if i < size else b"" for i in token_ids) == text.encode():
-            return token_ids
-        return self.vocabulary.greedy_tokenize(text) if self.vocabulary is not None else []
+        return b"".join(self.tokens[i] if i < size else b"" for i in token_ids) == text.encode()

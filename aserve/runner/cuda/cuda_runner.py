@@ -86,6 +86,11 @@ class CudaRunner(ModelRunner):
         return future
 
     @property
+    def can_mask_ahead(self) -> bool:
+        """False: sampling is enqueued with the rest of a step, and a mask is made from the token before."""
+        return False
+
+    @property
     def num_late_compilations(self) -> int:
         return self._compilations.compilations()
 
