@@ -105,6 +105,12 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
+    response_store: str = option("memory", "where stored responses are kept: memory, or sqlite:///PATH")
+    response_store_mib: float = option(256.0, "MiB of stored responses; the oldest are dropped")
+    response_max_age_s: float = option(30 * 86400.0, "seconds that a stored response is kept")
+    resume_grace_s: float = option(
+        60.0, "seconds that a resumable response runs on without its client, and that its events can be read again"
+    )
     """Everything; sections as in the TOML file."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -159,7 +165,7 @@ def _types_of(section: str) -> dict[str, Any]:
 POSITIVE = {
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_memory_gib", "num_pages", "max_queued_requests",
     "num_threads", "step_timeout_s", "trace_steps", "max_body_mib", "max_frame_mib", "stall_timeout_s",
-    "max_connection_age_s",
+    "max_connection_age_s", "response_store_mib", "response_max_age_s", "resume_grace_s",
 }  # fmt: skip
 NOT_NEGATIVE = {"keep_alive_s", "drain_timeout_s"}
 BETWEEN = {"page_size": (1, 256), "port": (0, 65535)}

@@ -17,6 +17,7 @@ from aserve.request import FinishReason, Request, RequestOutput, SamplingParams
 from aserve.runner.scripted import Script, ScriptedRunner
 from aserve.scheduler.limits import Limits
 from aserve.scheduler.plan import StepPlan, StepTokens
+from aserve.tokenizer.spans import Span, make_span, match_spans
 
 EOS = 2
 LIMITS = Limits(
@@ -55,6 +56,15 @@ class LetterTokenizer:
         self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **options: Any
     ) -> list[int]:
         return self.encode("\n".join(message["content"] for message in messages) + "\n" * add_generation_prompt)
+
+    def encode_turn(self, messages: Sequence[dict[str, Any]], known: Sequence[Span], **options: Any) -> list[Span]:
+        text = "\n".join(message["content"] for message in messages) + "\n"
+        spans, end = match_spans(text, known)
+        return [*spans, make_span(text[end:], self.encode(text[end:]))]
+
+    def written_span(self, text: str, token_ids: Sequence[int]) -> Span:
+        shown = [token for token in token_ids if token != EOS]  # the template writes no ending
+        return make_span(text, shown)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.detokenizer(skip_special_tokens).push(token_ids)

@@ -112,6 +112,13 @@ class AsyncEngine:
         """The model's tokenizer."""
         return self._loaded().tokenizer
 
+    @property
+    def prompts(self) -> PromptEncoder:
+        """What encodes prompts; raises what a new request must be told while none is accepted."""
+        self._check_accepting()
+        assert self._encoder is not None
+        return self._encoder
+
     async def start(self) -> None:
         """Load the model in a thread, run the warm-up steps and start the step loop.
 
@@ -253,9 +260,7 @@ class AsyncEngine:
         cannot be encoded or is too long, and CapacityError if as many as the queue holds wait for a thread or the
         device already.
         """
-        self._check_accepting()
-        assert self._encoder is not None
-        return await self._encoder.encode(prompt, tools, continue_final_message, template_kwargs)
+        return await self.prompts.encode(prompt, tools, continue_final_message, template_kwargs)
 
     async def prepare(self, params: SamplingParams) -> None:
         """Compile the grammar of ``params``, if there is one, off the loop.

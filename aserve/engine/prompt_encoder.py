@@ -7,10 +7,13 @@ front of the scheduler's queue has the same end.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from aserve.errors import CapacityError, ClientError
+from aserve.tokenizer.spans import Span
 from aserve.tokenizer.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages."""
@@ -68,11 +71,27 @@ class PromptEncoder:
         token_ids: list[Any] = list(prompt)
         return token_ids
 
+    async def encode_turn(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        known: Sequence[Span],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Span]:
+        """Return the spans of a prompt of messages; see ``Tokenizer.encode_turn``. Raises what ``encode`` raises."""
+        self._check(len(messages), "messages")
+        self._check(self._tokenizer.min_tokens_for(count_chars(messages)), "messages")
+        return await self._run(
+            lambda: self._tokenizer.encode_turn(
+                messages, known, tools=tools, template_kwargs=template_kwargs, max_tokens=self._max_tokens
+            )
+        )
+
     def close(self) -> None:
         """Wait for jobs in progress and drop the others. Blocks."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    async def _run(self, job: Callable[[], list[int]]) -> list[int]:
+    async def _run(self, job: Callable[[], list[T]]) -> list[T]:
         """Run ``job`` in a thread; if the caller is cancelled before it begins, it never does."""
         num_ahead = self.num_pending + self._num_waiting()
         if num_ahead >= self._max_queued_requests:

@@ -68,15 +68,18 @@ class SequenceMemory:
         self._note_capacity(seq)
         return True
 
-    def publish(self, seq: Sequence) -> None:
+    def publish(self, seq: Sequence, max_tokens: int | None = None) -> None:
         """Put the full pages of ``seq`` whose tokens are known and computed by a committed step into the prefix tree.
+
+        ``max_tokens`` is what committed steps have computed, where a launched one computes more.
 
             pages  | shared already | known by now: ours are duplicates | new: now the tree's | still our own |
 
         Duplicates are replaced by the tree's pages here at once, and in the page table by the next plan. Until then,
         and as long as a launched step may read them, they stay ours.
         """
-        num_full = min(seq.num_computed, len(seq.token_ids)) // self._page_size
+        num_known = len(seq.token_ids) if max_tokens is None else max_tokens
+        num_full = min(seq.num_computed, num_known) // self._page_size
         if num_full <= seq.num_shared_pages or not self.cache.is_enabled:
             return
         node, pages = self.cache.insert(seq.token_ids, seq.pages[:num_full])

@@ -33,7 +33,7 @@ def create_app(engine: AsyncEngine, config: Config, state: ServerState | None = 
     pages = static_routes()
     open_paths = {*PROBES, *(page.path for page in pages if isinstance(page, Route))}
     app = Starlette(
-        routes=[*_probes(state), *_model_api(state), *responses_routes(state), *http_responses_routes(), *pages],
+        routes=[*_probes(state), *_model_api(state), *responses_routes(state), *http_responses_routes(state), *pages],
         middleware=[
             Middleware(RequestIds),
             Middleware(OriginGate, config.server.allowed_origins),

@@ -1,10 +1,11 @@
 """The events of the Responses API as names and JSON, in order and numbered; pure: no socket, no engine, no clock.
 
-    created, in_progress, [output_item.added, content_part.added, output_text.delta*, output_text.done,
+    created, [queued,] in_progress, [output_item.added, content_part.added, output_text.delta*, output_text.done,
     content_part.done, output_item.done], completed | incomplete | failed
 
-What stands in brackets comes once for each output item. The same builder serves every transport: the framing around
-the JSON is the transport's (a WebSocket needs no name beside it, server-sent events do).
+What stands in brackets around items comes once for each of them; only background responses are ``queued`` first. The
+same builder serves every transport: the framing around the JSON is the transport's (a WebSocket needs no name beside
+it, server-sent events do).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +16,9 @@ from typing import Any
 import orjson
 
 from aserve.server.response_items import Item, MessageItem
-from aserve.server.response_message import Logprobs, OpenMessage
+from aserve.server.response_message import Logprobs, OpenMessage, encoded
 from aserve.server.response_schema import ResponseRequest
+from aserve.server.sse import escape_line_ends
 
 Event = tuple[str, bytes]  # its type, and its JSON with the type in it
 
@@ -26,6 +28,7 @@ TEXT_DELTA = "response.output_text.delta"
 class ResponseStatus(StrEnum):
     """How a response ended, or that it has not."""
 
+    QUEUED = "queued"
     IN_PROGRESS = "in_progress"
     COMPLETED = "completed"
     INCOMPLETE = "incomplete"
@@ -68,8 +71,8 @@ class ResponseEvents:
     """
 
     __slots__ = (
-        "_created_at", "_delta_start", "_lane", "_message", "_model", "_new_id", "_output", "_request",
-        "_sequence_number", "items", "response_id",
+        "_created_at", "_delta_start", "_final", "_lane", "_message", "_model", "_new_id", "_output", "_request",
+        "_sequence_number", "_status", "items", "response_id",
     )  # fmt: skip
 
     def __init__(
@@ -93,14 +96,30 @@ class ResponseEvents:
         self._output: list[orjson.Fragment] = []  # finished items
         self._message: OpenMessage | None = None
         self._delta_start = b""
+        self._status = ResponseStatus.QUEUED if request.background else ResponseStatus.IN_PROGRESS
+        self._final: bytes | None = None  # the response as its terminal event has it
+
+    @property
+    def is_queued(self) -> bool:
+        """True until ``started``, of a background response."""
+        return self._status is ResponseStatus.QUEUED
 
     def opening(self) -> list[Event]:
         """Return the events that say the response was accepted."""
-        response = self._response(ResponseStatus.IN_PROGRESS)
+        response = encoded(self._response(self._status))
         return [
             self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
+            self._event(f"response.{self._status}", response=response),
         ]
+
+    def started(self) -> list[Event]:
+        """Return the event that says a queued response is being worked at."""
+        self._status = ResponseStatus.IN_PROGRESS
+        return [self._event("response.in_progress", response=self._response(self._status))]
+
+    def snapshot(self) -> bytes:
+        """Return the response object as it is now, with the output items that are finished."""
+        return self._final or orjson.dumps(self._response(self._status))
 
     def delta(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
         """Return the event for new text, after those that open the message if it is the first."""
@@ -108,10 +127,10 @@ class ResponseEvents:
         message = self._message
         if message is None:
             message = self._open_message(events)
-        encoded = message.add(text, logprobs)
+        entries = message.add(text, logprobs)
         number = self._sequence_number
         self._sequence_number = number + 1
-        tail = b',"logprobs":%b,"sequence_number":%d}' % (encoded, number)
+        tail = b',"logprobs":%b,"sequence_number":%d}' % (entries, number)
         events.append((TEXT_DELTA, b"".join((self._delta_start, orjson.dumps(text), tail))))
         return events
 
@@ -133,8 +152,10 @@ class ResponseEvents:
             self._open_message(events)
         if self._message is not None:
             self._close_message(self._message, events, "completed" if is_completed else "incomplete")
+        self._status = status
         response = self._response(status, usage=usage, completed_at=completed_at, error=error)
-        events.append(self._event(TERMINAL_EVENTS[status], response=response))
+        self._final = orjson.dumps(response)
+        events.append(self._event(TERMINAL_EVENTS[status], response=orjson.Fragment(self._final)))
         return events
 
     def _open_message(self, events: list[Event]) -> OpenMessage:
@@ -174,7 +195,7 @@ class ResponseEvents:
             "status": status,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "background": False,
+            "background": request.background,
             "instructions": request.instructions,
             "max_output_tokens": params.max_tokens or None,
             "metadata": request.metadata,
@@ -183,7 +204,7 @@ class ResponseEvents:
             "parallel_tool_calls": True,
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
-            "store": False,
+            "store": request.is_kept,
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": request.tool_choice,
@@ -205,3 +226,15 @@ def error_event(status: int, error: Mapping[str, Any], stream_id: str | None = N
     """Return the WebSocket's error event; ``error`` holds type, code, message and param."""
     lane = {} if stream_id is None else {"stream_id": stream_id}
     return orjson.dumps({"type": "error", "status": status, **lane, "error": error})
+
+
+def sse_frame(event: Event) -> bytes:
+    """Return ``event`` as a server-sent event."""
+    name, payload = event
+    data = payload if payload.isascii() else escape_line_ends(payload)
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+
+def payload_of(frame: bytes) -> bytes:
+    """Return the JSON in what ``sse_frame`` made."""
+    return frame[frame.index(b"\ndata: ") + 7 : -2]

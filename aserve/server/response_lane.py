@@ -1,31 +1,23 @@
 """A lane of a Responses WebSocket: creates run one after another, the latest response can be continued.
 
-The default lane has no ``stream_id``. Nothing here outlives the socket.
+The default lane has no ``stream_id``. Nothing here outlives the socket, but for what is resumable.
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from uuid import uuid4
 
-from aserve.errors import ClientError
-from aserve.server.response_events import ResponseEvents, ResponseStatus
-from aserve.server.response_items import Item, MessageItem
-from aserve.server.response_run import ResponseRun
+from aserve.server.live_responses import LiveResponse
+from aserve.server.response_archive import KeptResponse
+from aserve.server.response_events import ResponseStatus, payload_of
+from aserve.server.response_input import unsupported
+from aserve.server.response_run import ResponseRun, socket_frames
 from aserve.server.response_schema import ResponseRequest, parse_create
+from aserve.server.response_start import new_live, new_run, previous_not_found
 from aserve.server.state import ServerState
 from aserve.server.stream_sink import Outlet
-
-
-@dataclass(frozen=True, slots=True)
-class KeptResponse:
-    """A finished response that a later create may continue. ``items`` are without instructions."""
-
-    response_id: str
-    items: list[Item]
 
 
 @dataclass(slots=True)
@@ -65,6 +57,7 @@ class Lane:
     owner: LaneOwner
     latest: KeptResponse | None = None
     queue: deque[QueuedCreate] = field(default_factory=deque)
+    current: QueuedCreate | None = None  # whose turn it is
     running: ResponseRun | None = None
     is_busy: bool = False
 
@@ -73,7 +66,9 @@ class Lane:
         while self.queue:
             async with self.owner.slots:
                 await self.owner.drain()
-                await self._respond(self.queue.popleft())
+                self.current = self.queue.popleft()
+                await self._respond(self.current)
+                self.current = None
         self.is_busy = False
         on_idle()
 
@@ -81,6 +76,8 @@ class Lane:
         """Cancel what runs, else the create whose turn is next; nothing to do in an idle lane."""
         if self.running is not None:
             self.running.cancel()
+        elif self.current is not None:  # what it continues is being looked up
+            self.current.is_cancelled = True
         elif self.queue:  # its task has not come to it yet, or waits for a slot or for the peer
             self.queue[0].is_cancelled = True
 
@@ -91,8 +88,10 @@ class Lane:
         try:
             self.owner.check_open()
             request = parse_create(payload, self.owner.state.engine.limits.vocab_size)
-            items = self._history(request.previous_response_id) + request.items
-            status = await self._generate(request, items, is_cancelled=create.is_cancelled)
+            if request.background:
+                raise unsupported("background", "background on a WebSocket")
+            previous = await self._previous(request.previous_response_id)
+            status = await self._generate(request, previous, create)
         except Exception as error:  # one create's failure ends neither the lane nor the socket
             self._forget(previous_id)
             self.owner.send_error(error, self.stream_id)
@@ -100,52 +99,56 @@ class Lane:
             if status is ResponseStatus.FAILED:
                 self._forget(previous_id)
 
-    async def _generate(self, request: ResponseRequest, items: list[Item], *, is_cancelled: bool) -> ResponseStatus:
-        run = ResponseRun(request, self._new_events(request), self.owner.state.engine, self.owner.outlet)
-        if is_cancelled:
+    async def _generate(
+        self, request: ResponseRequest, previous: KeptResponse | None, create: QueuedCreate
+    ) -> ResponseStatus:
+        state, outlet = self.owner.state, self.owner.outlet
+        live: LiveResponse | None = None
+        if request.is_resumable:
+            live, run = new_live(state, request)
+        else:
+            run = new_run(state, request, outlet, socket_frames, self.stream_id)
+        if create.is_cancelled:
             run.cancel()
         self.running = run
         try:
-            status = await run.execute(_with_instructions(request.instructions, items))
+            await run.prepare(previous)
+            run.open()
+            if live is None:
+                status = await run.wait()
+            else:
+                await follow(live, outlet, 0, self.stream_id)
+                status = run.status
         finally:
             self.running = None
-            run.close()
+            if live is None:
+                run.close()
+            elif run.status is ResponseStatus.IN_PROGRESS and not live.log.end:  # refused before its first event
+                state.live_responses.forget(run.response_id)
         if status is not ResponseStatus.FAILED:
-            self.latest = KeptResponse(run.response_id, items + run.events.items)
+            self.latest = run.kept()
         return status
 
-    def _new_events(self, request: ResponseRequest) -> ResponseEvents:
-        return ResponseEvents(
-            request,
-            response_id=new_id("resp"),
-            new_id=new_id,
-            model=self.owner.state.check_model(request.model),
-            created_at=int(time.time()),
-            stream_id=self.stream_id,
-        )
-
-    def _history(self, previous_id: str | None) -> list[Item]:
-        """Return the conversation that is continued, empty for a new one."""
+    async def _previous(self, previous_id: str | None) -> KeptResponse | None:
+        """Return what is continued, None for a new conversation."""
         if previous_id is None:
-            return []
-        kept = self.owner.find_kept(previous_id)
+            return None
+        kept = self.owner.find_kept(previous_id) or await self.owner.state.archive.find_kept(previous_id)
         if kept is None:
-            raise ClientError(
-                "the previous response is not in this connection's memory; send the whole input without it",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        return kept.items
+            raise previous_not_found()
+        return kept
 
     def _forget(self, response_id: object) -> None:
         if self.latest is not None and self.latest.response_id == response_id:
             self.latest = None
 
 
-def _with_instructions(instructions: str | None, items: list[Item]) -> list[Item]:
-    return items if instructions is None else [MessageItem("system", instructions), *items]
-
-
-def new_id(prefix: str) -> str:
-    """Return an id that no other object has."""
-    return f"{prefix}_{uuid4().hex}"
+async def follow(live: LiveResponse, outlet: Outlet, start: int, stream_id: str | None) -> None:
+    """Pass on the events of ``live`` from number ``start`` to its last; raise ClientError if it has no such number."""
+    ended = asyncio.Event()
+    lane = b"" if stream_id is None else b'"stream_id":"%b",' % stream_id.encode()
+    reader = live.follow(outlet, start, ended.set, lambda frame: b"{" + lane + payload_of(frame)[1:])
+    try:
+        await ended.wait()
+    finally:
+        live.leave(reader)

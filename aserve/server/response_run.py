@@ -1,8 +1,8 @@
-"""One response on a WebSocket, from prompt to terminal event; builds the frames for its sink."""
+"""One response, from prompt to terminal event, on whatever transport; builds the frames for its sink."""
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aserve.engine.async_engine import AsyncEngine
@@ -10,30 +10,56 @@ from aserve.errors import AserveError, CapacityError, ClientError
 from aserve.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from aserve.server.errors import blaming
 from aserve.server.logprobs import TokenNames, finite
-from aserve.server.response_events import Event, ResponseEvents, ResponseStatus, Usage
-from aserve.server.response_items import Item, chat_messages
+from aserve.server.response_archive import KeptResponse
+from aserve.server.response_events import Event, ResponseEvents, ResponseStatus, Usage, sse_frame
+from aserve.server.response_items import Item, MessageItem, chat_messages
 from aserve.server.response_schema import ResponseRequest
 from aserve.server.stream_sink import Outlet, StreamSink
+from aserve.tokenizer.spans import Span, join_spans
+
+Framing = Callable[[Sequence[Event]], list[bytes]]
 
 
 class ResponseRun:
-    """Runs one response. ``execute`` returns its status once the last frame has been written."""
+    """Runs one response: ``prepare``, ``open``, ``wait``.
+
+    ``frame`` puts events into the form of the transport. ``on_end`` is called when the response has ended, before its
+    last frames are written; ``on_written`` after them.
+    """
 
     __slots__ = (
-        "_engine", "_held_logprobs", "_is_cancelled", "_is_submitted", "_last", "_names", "_num_prompt_tokens",
-        "_outlet", "_request", "_sink", "_status", "_written", "events",
+        "_engine", "_frame", "_held_logprobs", "_history", "_is_cancelled", "_is_submitted", "_last", "_names",
+        "_on_end", "_on_written", "_outlet", "_output_ids", "_prompt", "_request", "_sink", "_texts", "_written",
+        "error", "events", "status",
     )  # fmt: skip
 
-    def __init__(self, request: ResponseRequest, events: ResponseEvents, engine: AsyncEngine, outlet: Outlet) -> None:
+    def __init__(
+        self,
+        request: ResponseRequest,
+        events: ResponseEvents,
+        engine: AsyncEngine,
+        outlet: Outlet,
+        *,
+        frame: Framing,
+        on_end: Callable[["ResponseRun"], None],
+        on_written: Callable[[], None] = lambda: None,
+    ) -> None:
         self.events = events
+        self.status = ResponseStatus.IN_PROGRESS
+        self.error: AserveError | None = None  # why it failed
         self._request = request
         self._engine = engine
         self._outlet = outlet
+        self._frame = frame
+        self._on_end = on_end
+        self._on_written = on_written
         self._names = TokenNames(engine.tokenizer, hides_special=request.params.skip_special_tokens)
         self._sink: StreamSink | None = StreamSink(outlet, self, self._note_end)
         self._written = asyncio.Event()
-        self._status = ResponseStatus.IN_PROGRESS
-        self._num_prompt_tokens = 0
+        self._history: list[Item] = []
+        self._prompt: list[Span] = []
+        self._output_ids: list[int] = []
+        self._texts: list[str] = []
         self._last: RequestOutput | None = None  # for the usage
         self._held_logprobs: list[Mapping[str, Any]] = []  # of tokens whose text is still held back
         self._is_submitted = False
@@ -44,19 +70,53 @@ class ResponseRun:
         """Also the engine's request id."""
         return self.events.response_id
 
-    async def execute(self, items: list[Item]) -> ResponseStatus:
-        """Answer ``items``; raise what is known before the first event, after which nothing was written."""
-        with blaming("input"):
-            prompt_ids = await self._engine.encode(chat_messages(items), template_kwargs=self._request.template_kwargs)
-        self._num_prompt_tokens = len(prompt_ids)
+    @property
+    def new_items(self) -> list[Item]:
+        """What it answers, without the conversation before."""
+        return self._request.items
+
+    @property
+    def _num_prompt_tokens(self) -> int:
+        return sum(len(span.token_ids) for span in self._prompt)
+
+    def kept(self) -> KeptResponse:
+        """Return what a continuation needs, once it has ended."""
+        written = self._engine.tokenizer.written_span("".join(self._texts), self._output_ids)
+        items = [*self._history, *self._request.items, *self.events.items]
+        return KeptResponse(self.response_id, items, [*self._prompt, written] if self._output_ids else self._prompt)
+
+    async def prepare(self, previous: KeptResponse | None) -> None:
+        """Encode the conversation and queue it; raises what is known before the first event."""
+        await self.encode(previous)
         if not self._is_cancelled:
-            self._submit(prompt_ids)
-        self._write(framed(self.events.opening()))
+            self._submit()
+
+    async def encode(self, previous: KeptResponse | None) -> int:
+        """Encode the conversation, and return the number of its tokens."""
+        if previous is not None:
+            self._history = previous.items
+        items = [*self._history, *self._request.items]
+        if self._request.instructions is not None:
+            items.insert(0, MessageItem("system", self._request.instructions))
+        with blaming("input"):
+            self._prompt = await self._engine.prompts.encode_turn(
+                chat_messages(items),
+                previous.spans if previous is not None else (),
+                template_kwargs=self._request.template_kwargs,
+            )
+        return self._num_prompt_tokens
+
+    def open(self) -> None:
+        """Write the events that say it was accepted; those that follow write themselves."""
+        self._write(self._frame(self.events.opening()))
         if not self._is_submitted:
             self._write(self._ending(ResponseStatus.CANCELLED))
-        else:
-            await self._written.wait()
-        return self._status
+            self._note_end()
+
+    async def wait(self) -> ResponseStatus:
+        """Return how it ended, once the last frame has been written."""
+        await self._written.wait()
+        return self.status
 
     def cancel(self) -> None:
         """End as cancelled, with what has been generated so far. Idempotent."""
@@ -71,39 +131,49 @@ class ResponseRun:
         self._engine.abort(self.response_id)
 
     def close(self) -> None:
-        """Make sure that the engine does not work for this response any more. Idempotent."""
+        """Make sure that the engine does not work for this response any more, and that nobody waits. Idempotent."""
+        self._is_cancelled = True
         if self._is_submitted and not self._written.is_set():
             self._engine.abort(self.response_id)
+        self._written.set()
         self._sink = None  # it refers back to this run, and the garbage collector is off while the server is busy
 
     def frames(self, output: RequestOutput) -> list[bytes]:
         """Return the frames for what is new, and those that end the response if it is the last output."""
-        reason = output.finish_reason
-        if reason is None and output.text and not output.logprobs and not self._held_logprobs:
-            if self._is_cancelled:
-                self._last = output
-            return framed(self.events.delta(output.text))  # nearly every token; keeps nothing of the output alive
-        self._last = output
-        if output.logprobs:
-            self._held_logprobs += render_logprobs(self._names, output.logprobs)
-        frames: list[bytes] = []
-        if output.text or (reason is not None and self._held_logprobs):
-            frames = framed(self.events.delta(output.text, self._held_logprobs))
-            self._held_logprobs = []
-        if reason is not None:
-            frames += self._ending(self._status_of(reason))
-        return frames
+        self._output_ids += output.token_ids
+        self._texts.append(output.text)
+        if self.events.is_queued:
+            return self._frame(self.events.started()) + self._token_frames(output)
+        return self._token_frames(output)
 
     def failure_frames(self, error: AserveError) -> list[bytes]:
         """Return the frames that end the response before its last token, for ``error`` or at the client's wish."""
         if self._is_cancelled:
             return self._ending(ResponseStatus.CANCELLED)
+        self.error = error
         return self._ending(ResponseStatus.FAILED, failure_body(error))
 
-    def _submit(self, prompt_ids: list[int]) -> None:
+    def _token_frames(self, output: RequestOutput) -> list[bytes]:
+        reason = output.finish_reason
+        if reason is None and output.text and not output.logprobs and not self._held_logprobs:
+            if self._is_cancelled:
+                self._last = output
+            return self._frame(self.events.delta(output.text))  # nearly every token; keeps nothing of the output alive
+        self._last = output
+        if output.logprobs:
+            self._held_logprobs += render_logprobs(self._names, output.logprobs)
+        frames: list[bytes] = []
+        if output.text or (reason is not None and self._held_logprobs):
+            frames = self._frame(self.events.delta(output.text, self._held_logprobs))
+            self._held_logprobs = []
+        if reason is not None:
+            frames += self._ending(self._status_of(reason))
+        return frames
+
+    def _submit(self) -> None:
         request = Request(
             request_id=self.response_id,
-            prompt_token_ids=tuple(prompt_ids),
+            prompt_token_ids=tuple(join_spans(self._prompt)),
             params=self._request.params,
             priority=self._request.priority,
             arrival_time_s=time.monotonic(),
@@ -118,10 +188,12 @@ class ResponseRun:
         return ResponseStatus.COMPLETED
 
     def _ending(self, status: ResponseStatus, error: Mapping[str, Any] | None = None) -> list[bytes]:
-        self._status = status
+        self.status = status
         is_completed = status is ResponseStatus.COMPLETED
         completed_at = int(time.time()) if is_completed else None
-        return framed(self.events.ending(status, usage=self._usage(), completed_at=completed_at, error=error))
+        events = self.events.ending(status, usage=self._usage(), completed_at=completed_at, error=error)
+        self._on_end(self)
+        return self._frame(events)
 
     def _usage(self) -> Usage:
         if self._last is None:
@@ -134,11 +206,17 @@ class ResponseRun:
 
     def _note_end(self) -> None:
         self._written.set()
+        self._on_written()
 
 
-def framed(events: Sequence[Event]) -> list[bytes]:
+def socket_frames(events: Sequence[Event]) -> list[bytes]:
     """Return the frames of ``events`` on a WebSocket: their JSON as it is."""
     return [payload for _, payload in events]
+
+
+def sse_frames(events: Sequence[Event]) -> list[bytes]:
+    """Return the frames of ``events`` in a stream of server-sent events."""
+    return [sse_frame(event) for event in events]
 
 
 def failure_body(error: AserveError) -> dict[str, str]:

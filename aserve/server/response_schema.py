@@ -13,20 +13,19 @@ from typing import Any
 from aserve.errors import ClientError
 from aserve.request import SamplingParams
 from aserve.server import schema
-from aserve.server.response_items import Item, MessageItem
+from aserve.server.response_input import read_input, type_error, unsupported
+from aserve.server.response_items import Item
 from aserve.server.schema import CommonBody, check_template_kwargs, convert_body, sampling_params
-from aserve.tokenizer.messages import ROLES, TEXT_PARTS
 
 logger = logging.getLogger(__name__)
 
-MAX_INPUT_ITEMS = 4096
 MAX_METADATA = 16
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
 
 WITH_EFFECT = frozenset({
     "background", "chat_template_kwargs", "generate", "include", "input", "instructions", "max_output_tokens",
-    "metadata", "model", "previous_response_id", "prompt_cache_options", "stream_id", "text", "tool_choice", "tools",
-    "top_logprobs", "truncation", "type",
+    "metadata", "model", "previous_response_id", "prompt_cache_options", "resumable", "store", "stream", "stream_id",
+    "text", "tool_choice", "tools", "top_logprobs", "truncation", "type", "user",
 })  # fmt: skip
 SAMPLING_FIELDS = (  # of ``CommonBody``, with the same meaning
     "frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p", "min_tokens",
@@ -35,8 +34,8 @@ SAMPLING_FIELDS = (  # of ``CommonBody``, with the same meaning
 )  # fmt: skip
 
 # Describe features that add nothing to a text model's answer, or hints that a single server has no use for.
-ACCEPTED_WITHOUT_EFFECT = schema.ACCEPTED_WITHOUT_EFFECT - {"metadata", "moderation"} | {
-    "access_programs", "background_options", "client_metadata", "image", "max_tool_calls", "reasoning", "stream",
+ACCEPTED_WITHOUT_EFFECT = schema.ACCEPTED_WITHOUT_EFFECT - {"metadata", "moderation", "store", "user"} | {
+    "access_programs", "background_options", "client_metadata", "image", "max_tool_calls", "reasoning",
     "stream_options",
 }  # fmt: skip
 
@@ -69,7 +68,11 @@ PARAM_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRequest:
-    """One checked ``response.create``. ``items`` are its new input, without the instructions."""
+    """One checked ``response.create``. ``items`` are its new input, without the instructions.
+
+    ``is_kept`` (``store``) lets others than its connection find the response; ``is_resumable`` lets it outlive a lost
+    client for a while, ``background`` until its end.
+    """
 
     items: list[Item]
     params: SamplingParams
@@ -82,6 +85,10 @@ class ResponseRequest:
     tool_choice: str
     user: str | None
     template_kwargs: dict[str, Any]
+    is_streamed: bool
+    is_kept: bool
+    is_resumable: bool
+    background: bool
 
 
 def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest:
@@ -93,7 +100,7 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
     generate = _read_generate(fields)
     params, priority = _read_sampling(fields, vocab_size, generate=generate)
     request = ResponseRequest(
-        items=_read_input(fields.get("input")),
+        items=read_input(fields.get("input")),
         params=params,
         priority=priority,
         instructions=_read(fields, "instructions", str),
@@ -104,7 +111,13 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
         tool_choice=_read(fields, "tool_choice", str) or "auto",
         user=_read(fields, "user", str),
         template_kwargs=_read(fields, "chat_template_kwargs", dict) or {},
+        is_streamed=_read(fields, "stream", bool) or False,
+        is_kept=_read(fields, "store", bool) is not False,
+        is_resumable=_read(fields, "resumable", bool) or False,
+        background=_read(fields, "background", bool) or False,
     )
+    if request.background and not request.is_kept:
+        raise ClientError("a background response has to be stored", param="store")
     check_template_kwargs(request.template_kwargs)
     if not request.items and request.previous_response_id is None and request.instructions is None:
         raise ClientError("input is required", param="input", code="missing_required_parameter")
@@ -119,41 +132,30 @@ def _read(fields: Mapping[str, Any], name: str, kind: type) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise _type_error(name, kind.__name__, value)
+        raise type_error(name, kind.__name__, value)
     return value
-
-
-def _type_error(name: str, expected: str, value: object) -> ClientError:
-    message = f"{name} must be of type {expected}, got {type(value).__name__}"
-    return ClientError(message, param=name, code="invalid_type")
-
-
-def _unsupported(name: str, what: str) -> ClientError:
-    return ClientError(f"{what} is not supported by this server", param=name, code="unsupported_parameter")
 
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
     for name in sorted(fields.keys() & (REFUSED | HARMLESS.keys())):
         if name in REFUSED or not HARMLESS[name](fields[name]):
-            raise _unsupported(name, name)
+            raise unsupported(name, name)
     for name in RENAMED.keys() & fields.keys():
         if fields[name] is not False:  # logprobs
             raise ClientError(
                 f"{name} is not a field here; use {RENAMED[name]}", param=name, code="unsupported_parameter"
             )
-    if fields.get("background") not in (None, False):
-        raise _unsupported("background", "background on a WebSocket")
     if fields.get("truncation", "disabled") != "disabled":
-        raise _unsupported("truncation", "truncation other than 'disabled'")
+        raise unsupported("truncation", "truncation other than 'disabled'")
     tool_choice = fields.get("tool_choice", "auto")
     if tool_choice not in ("auto", "none"):
-        raise _unsupported("tool_choice", "tool_choice other than 'auto' or 'none'")
+        raise unsupported("tool_choice", "tool_choice other than 'auto' or 'none'")
     if fields.get("tools") and tool_choice != "none":
-        raise _unsupported("tools", "tools")
+        raise unsupported("tools", "tools")
     text = _read(fields, "text", dict) or {}
     text_format = text.get("format") or {}
     if not isinstance(text_format, dict) or text_format.get("type", "text") != "text":
-        raise _unsupported("text.format", "text.format other than {'type': 'text'}")
+        raise unsupported("text.format", "text.format other than {'type': 'text'}")
     include = _read(fields, "include", list) or []
     for entry in include:
         if not isinstance(entry, str) or entry not in INCLUDABLE:
@@ -189,51 +191,3 @@ def _read_metadata(fields: Mapping[str, Any]) -> dict[str, str]:
     if any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
         raise ClientError("a metadata key has at most 64 characters, a value 512", param="metadata")
     return dict(metadata)
-
-
-def _read_input(value: object) -> list[Item]:
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return [MessageItem("user", value)]
-    if not isinstance(value, list):
-        raise _type_error("input", "string or list of items", value)
-    if len(value) > MAX_INPUT_ITEMS:
-        raise ClientError(f"input has more than {MAX_INPUT_ITEMS} items", param="input")
-    return [_read_item(f"input[{index}]", item) for index, item in enumerate(value)]
-
-
-def _read_item(name: str, item: object) -> Item:
-    if not isinstance(item, dict):
-        raise _type_error(name, "object", item)
-    kind = item.get("type") or "message"
-    if kind != "message":
-        raise _unsupported(f"{name}.type", f"an input item of type {str(kind)[:64]!r}")
-    role = item.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise ClientError(f"{name}.role must be one of {', '.join(sorted(ROLES))}", param=f"{name}.role")
-    return MessageItem(role, _read_content(f"{name}.content", item.get("content")))
-
-
-def _read_content(name: str, content: object) -> str:
-    """Join text parts with nothing between; null or missing is empty."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise _type_error(name, "string or list of parts", content)
-    return "".join(_read_part(f"{name}[{index}]", part) for index, part in enumerate(content))
-
-
-def _read_part(name: str, part: object) -> str:
-    if not isinstance(part, dict):
-        raise _type_error(name, "object", part)
-    kind = part.get("type")
-    field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-    if field is None:
-        raise _unsupported(f"{name}.type", f"a content part of type {str(kind)[:64]!r}")
-    text = part.get(field)
-    if not isinstance(text, str):
-        raise _type_error(f"{name}.{field}", "string", text)
-    return text

@@ -120,6 +120,7 @@ async def running_server(config: Config, engine: AsyncEngine) -> AsyncIterator[R
         state.shut_down(CapacityError("the server is shutting down"))
         server.stop()
         await serving
+        await state.close()
 
 
 async def serve(config: Config, on_ready: Callable[[str], None], engine: AsyncEngine | None = None) -> int:

@@ -8,6 +8,9 @@ from aserve.config import Config
 from aserve.engine.async_engine import AsyncEngine
 from aserve.errors import AserveError, CapacityError, EngineDeadError, NotFoundError
 from aserve.server.heartbeat import Heartbeat
+from aserve.server.live_responses import LiveResponses
+from aserve.server.response_archive import ResponseArchive
+from aserve.store.open import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,14 @@ class ServerState:
             keep_alive_s=config.server.keep_alive_s, stall_timeout_s=config.server.stall_timeout_s
         )
         self.max_body_bytes = int(config.server.max_body_mib * 2**20)
+        self.archive = ResponseArchive(
+            open_store(
+                config.server.response_store,
+                max_bytes=int(config.server.response_store_mib * 2**20),
+                max_age_s=config.server.response_max_age_s,
+            )
+        )
+        self.live_responses = LiveResponses(config.server.resume_grace_s)
         self.is_draining = False
         self._connections: set[OpenConnection] = set()
 
@@ -54,6 +65,11 @@ class ServerState:
         """End every open stream and socket with ``error``."""
         for connection in tuple(self._connections):
             connection.shut_down(error)
+        self.live_responses.shut_down(error)
+
+    async def close(self) -> None:
+        """Write what is to be stored and close the store."""
+        await self.archive.close()
 
     def check_ready(self) -> None:
         """Raise unless requests can be served now."""

@@ -28,6 +28,13 @@ class FrameBuilder(Protocol):
         """Return the frames that end the stream after ``error``."""
 
 
+class Flushable(Protocol):
+    """Something that has frames for a peer that was not ready for them."""
+
+    def flush(self) -> None:
+        """Write what waits."""
+
+
 class Outlet:
     """The way out for one response: a transport, the sinks that wait for it, and its silence in beats.
 
@@ -38,7 +45,7 @@ class Outlet:
         self._transport = transport
         self._keep_alive = keep_alive
         self._is_open = False
-        self._waiting: list[StreamSink] = []
+        self._waiting: list[Flushable] = []
         self._held_bytes = 0  # that waiting sinks have merged
         self._silent_beats = 0
         self._stalled_beats = 0
@@ -65,7 +72,7 @@ class Outlet:
         self._silent_beats = 0
         self._transport.write_frame(frame)
 
-    def wait(self, sink: "StreamSink") -> None:
+    def wait(self, sink: Flushable) -> None:
         """Flush ``sink`` when the peer has caught up."""
         self._waiting.append(sink)
 

@@ -14,6 +14,7 @@ from aserve.errors import ClientError
 from aserve.tokenizer.chat_template import ChatTemplate, PromptTooLongError
 from aserve.tokenizer.control_tokens import ControlToken, ControlTokens, check_text
 from aserve.tokenizer.detokenizer import Detokenizer, make_detokenizer
+from aserve.tokenizer.spans import Span, join_spans, make_span, match_spans
 from aserve.tokenizer.token_table import SPACE_MARK, build_token_table
 
 MAX_CHARS = 64 << 20  # of a prompt when no other limit is given
@@ -122,6 +123,32 @@ class Tokenizer:
         max_chars = MAX_CHARS if max_tokens is None else int(max_tokens * self._max_chars_per_token)
         try:
             text = self._template.render(
+        spans = self.encode_turn(
+            messages,
+            (),
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+            max_tokens=max_tokens,
+        )
+        return join_spans(spans)
+
+    def encode_turn(
+        self,
+        messages: Sequence[Any],
+        known: Sequence[Span],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+    ) -> list[Span]:
+        """Return the prompt of ``encode_chat`` in spans: those of ``known`` that it begins with, then what is new.
+
+        Where the template writes something else than before, the text from there on is tokenized.
+        """
                 messages,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
@@ -131,7 +158,17 @@ class Tokenizer:
             )
         except PromptTooLongError:
             raise limit.exceeded(self.min_tokens_for(max_chars + 1), is_exact=False) from None
-        return self._encode_marked(text, limit)
+        spans, end = match_spans(text, known)
+        if end < len(text):
+            ids = self._encode_marked(text[end:], limit, num_before=sum(len(span.token_ids) for span in spans))
+            spans.append(make_span(text[end:], ids))
+        return spans
+
+    def written_span(self, text: str, token_ids: Sequence[int]) -> Span:
+        """Return the span of what a model wrote: ``text`` as it was shown, and its ids, the ending EOS included."""
+        ends = bool(token_ids) and token_ids[-1] in self.eos_token_ids
+        ending = self.token_bytes(token_ids[-1]).decode(errors="replace") if ends else ""
+        return make_span(text + ending, token_ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``; ids without a token add nothing."""
@@ -145,16 +182,17 @@ class Tokenizer:
         """Return a token's own bytes, which may be part of a character; empty for an id without a token."""
         return self._table.pieces[token_id] if 0 <= token_id < len(self._table.pieces) else b""
 
-    def _encode_marked(self, text: str, limit: "_Limit") -> list[int]:
+    def _encode_marked(self, text: str, limit: "_Limit", num_before: int = 0) -> list[int]:
+        """Return the ids of ``text``, before which ``num_before`` tokens stand."""
         parts = self._control_tokens.split(text)
-        if self._settings.prefix_space and parts and isinstance(parts[0], str):
+        if self._settings.prefix_space and not num_before and parts and isinstance(parts[0], str):
             parts[0] = parts[0] if parts[0].startswith(self._word_starts) else SPACE_MARK + parts[0]
         ids: list[int] = []
         for start in range(0, len(parts), PARTS_AT_ONCE):
             batch = parts[start : start + PARTS_AT_ONCE]
             pieces = [part for part in batch if isinstance(part, str)]
             encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)  # releases the GIL
-            num_tokens = len(ids) + sum(map(len, encodings)) + len(batch) - len(pieces)
+            num_tokens = num_before + len(ids) + sum(map(len, encodings)) + len(batch) - len(pieces)
             limit.check(num_tokens, is_exact=start + len(batch) == len(parts))
             encoded = iter(encodings)
             for part in batch:

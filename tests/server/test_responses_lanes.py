@@ -85,8 +85,8 @@ async def test_message_items_of_all_roles_and_parts_are_taken() -> None:
 @in_loop
 async def test_only_the_latest_response_of_a_lane_is_kept() -> None:
     async with scripted_server() as live, live.connect() as socket, live.connect() as other:
-        first = await respond(socket, input="say a")
-        second = await respond(socket, input="say b")
+        first = await respond(socket, input="say a", store=False)
+        second = await respond(socket, input="say b", store=False)
         assert code(await respond(other, input="say c", previous_response_id=response_id(second))) == NOT_FOUND
         events = await respond(socket, input="say c", previous_response_id=response_id(first))
         assert code(events) == NOT_FOUND
@@ -99,7 +99,7 @@ async def test_only_the_latest_response_of_a_lane_is_kept() -> None:
 @pytest.mark.parametrize("failing", [{"input": "say b", "temperature": -1}, {"input": "fail"}, {"input": "x" * 5000}])
 async def test_a_failed_continuation_evicts_what_it_continued(failing: dict[str, Any]) -> None:
     async with scripted_server() as live, live.connect() as socket:
-        first = await respond(socket, input="say a")
+        first = await respond(socket, input="say a", store=False)
         failed = await respond(socket, **failing, previous_response_id=response_id(first))
         assert failed[-1]["type"] in ("error", "response.failed")
         assert code(await respond(socket, input="say c", previous_response_id=response_id(first))) == NOT_FOUND

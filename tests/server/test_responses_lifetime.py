@@ -26,7 +26,7 @@ from doubles_socket import (
 from websockets.exceptions import ConnectionClosed
 
 from aserve.errors import CapacityError
-from aserve.server import response_lane
+from aserve.server import response_start
 from aserve.server.response_run import ResponseRun
 
 
@@ -91,12 +91,12 @@ class WatchedRun(ResponseRun):
 async def test_nothing_of_a_response_waits_for_the_garbage_collector(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[weakref.ref[ResponseRun]] = []
 
-    def start(*args: Any) -> ResponseRun:
-        run = WatchedRun(*args)
+    def start(*args: Any, **options: Any) -> ResponseRun:
+        run = WatchedRun(*args, **options)
         runs.append(weakref.ref(run))
         return run
 
-    monkeypatch.setattr(response_lane, "ResponseRun", start)
+    monkeypatch.setattr(response_start, "ResponseRun", start)
     monkeypatch.setattr(gc, "collect", lambda generation=2: 0)  # the engine collects when it is idle
     monkeypatch.setattr(gc, "enable", lambda: None)
     async with scripted_server(step_time_s=0.002) as live:

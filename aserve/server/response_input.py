@@ -1,0 +1,130 @@
+"""The ``input`` of a response, as text or a list of items, checked and turned into items of a conversation."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+
+from aserve.errors import ClientError
+from aserve.server.response_items import FunctionCallItem, FunctionOutputItem, Item, MessageItem, ReasoningItem
+from aserve.tokenizer.messages import ROLES, TEXT_PARTS
+
+logger = logging.getLogger(__name__)
+
+MAX_INPUT_ITEMS = 4096
+REFERENCES = frozenset({"item_reference"})  # stand for something that is not here, so leaving them out would lie
+
+
+def read_input(value: object) -> list[Item]:
+    """Return the items of ``value``; raise ClientError that names the one at fault.
+
+    Items of kinds that only hosted tools or later protocols know are left out, with a line in the log: agents send
+    back whatever they have seen.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [MessageItem("user", value)]
+    if not isinstance(value, list):
+        raise type_error("input", "string or list of items", value)
+    if len(value) > MAX_INPUT_ITEMS:
+        raise ClientError(f"input has more than {MAX_INPUT_ITEMS} items", param="input")
+    items = [_read_item(f"input[{index}]", item) for index, item in enumerate(value)]
+    if num_ignored := items.count(None):
+        logger.info("left out %d input items of kinds that mean nothing to a text model", num_ignored)
+    return [item for item in items if item is not None]
+
+
+def type_error(name: str, expected: str, value: object) -> ClientError:
+    """Return the error for a field of the wrong type."""
+    message = f"{name} must be of type {expected}, got {type(value).__name__}"
+    return ClientError(message, param=name, code="invalid_type")
+
+
+def unsupported(name: str, what: str) -> ClientError:
+    """Return the error for a field whose use would change the answer."""
+    return ClientError(f"{what} is not supported by this server", param=name, code="unsupported_parameter")
+
+
+def _read_item(name: str, item: object) -> Item | None:
+    if not isinstance(item, dict):
+        raise type_error(name, "object", item)
+    kind = item.get("type") or "message"
+    if not isinstance(kind, str) or kind in REFERENCES:
+        raise unsupported(f"{name}.type", f"an input item of type {str(kind)[:64]!r}")
+    reader = READERS.get(kind)
+    return None if reader is None else reader(name, item)
+
+
+def _read_message(name: str, item: Mapping[str, Any]) -> Item:
+    role = item.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise ClientError(f"{name}.role must be one of {', '.join(sorted(ROLES))}", param=f"{name}.role")
+    return MessageItem(role, _read_content(f"{name}.content", item.get("content")))
+
+
+def _read_call(name: str, item: Mapping[str, Any]) -> Item:
+    fields = [_read_text(name, item, field) for field in ("call_id", "name", "arguments")]
+    return FunctionCallItem(*fields)
+
+
+def _read_custom_call(name: str, item: Mapping[str, Any]) -> Item:
+    """A call of a tool that takes free text: to a template it is a function with one argument."""
+    arguments = orjson.dumps({"input": _read_text(name, item, "input")}).decode()
+    return FunctionCallItem(_read_text(name, item, "call_id"), _read_text(name, item, "name"), arguments)
+
+
+def _read_output(name: str, item: Mapping[str, Any]) -> Item:
+    return FunctionOutputItem(_read_text(name, item, "call_id"), _read_content(f"{name}.output", item.get("output")))
+
+
+def _read_reasoning(name: str, item: Mapping[str, Any]) -> Item | None:
+    """What was thought, else its summary; reasoning that is only there encrypted says nothing to this server."""
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list):
+        raise type_error(f"{name}.content", "list of parts", parts)
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    text = "".join(text for text in texts if isinstance(text, str))
+    return ReasoningItem(text) if text else None
+
+
+READERS: dict[str, Callable[[str, Mapping[str, Any]], Item | None]] = {
+    "message": _read_message,
+    "function_call": _read_call,
+    "function_call_output": _read_output,
+    "custom_tool_call": _read_custom_call,
+    "custom_tool_call_output": _read_output,
+    "reasoning": _read_reasoning,
+}
+
+
+def _read_text(name: str, item: Mapping[str, Any], field: str) -> str:
+    text = item.get(field)
+    if not isinstance(text, str):
+        raise type_error(f"{name}.{field}", "string", text)
+    return text
+
+
+def _read_content(name: str, content: object) -> str:
+    """Join text parts with nothing between; null or missing is empty."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise type_error(name, "string or list of parts", content)
+    return "".join(_read_part(f"{name}[{index}]", part) for index, part in enumerate(content))
+
+
+def _read_part(name: str, part: object) -> str:
+    if not isinstance(part, dict):
+        raise type_error(name, "object", part)
+    kind = part.get("type")
+    field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise unsupported(f"{name}.type", f"a content part of type {str(kind)[:64]!r}")
+    text = part.get(field)
+    if not isinstance(text, str):
+        raise type_error(f"{name}.{field}", "string", text)
+    return text

@@ -1,0 +1,89 @@
+"""Query strings of the Responses API over HTTP."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from starlette.datastructures import QueryParams
+from starlette.types import Scope
+
+from aserve.errors import ClientError
+from aserve.server.response_items import Item, wire_items
+
+MAX_PAGE = 100
+DEFAULT_PAGE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseQuery:
+    """How one response is to be read: as an object, or as its events from number ``start`` on."""
+
+    is_streamed: bool
+    start: int
+
+    @classmethod
+    def read(cls, scope: Scope) -> Self:
+        """Return what the query string says; raise ClientError that names the parameter at fault."""
+        query = QueryParams(scope["query_string"])
+        is_streamed = _read_choice(query, "stream", {"true": True, "1": True, "false": False, "0": False}, False)
+        after = _read_integer(query, "starting_after", 0, 2**53, -1)
+        if "starting_after" in query and not is_streamed:
+            raise ClientError("starting_after needs stream=true", param="starting_after")
+        return cls(is_streamed, after + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPage:
+    """Which of the input items of a response are to be listed."""
+
+    limit: int
+    after: str | None
+    is_ascending: bool
+
+    @classmethod
+    def read(cls, scope: Scope) -> Self:
+        """Return what the query string says; raise ClientError that names the parameter at fault."""
+        query = QueryParams(scope["query_string"])
+        return cls(
+            limit=_read_integer(query, "limit", 1, MAX_PAGE, DEFAULT_PAGE),
+            after=query.get("after"),
+            is_ascending=_read_choice(query, "order", {"asc": True, "desc": False}, False),
+        )
+
+    def cut(self, items: list[Item], response_id: str) -> dict[str, Any]:
+        """Return the page as a list object."""
+        listed = wire_items(items, response_id)
+        if not self.is_ascending:
+            listed.reverse()
+        start = 0
+        if self.after is not None:
+            place = next((place for place, item in enumerate(listed) if item["id"] == self.after), None)
+            if place is None:
+                raise ClientError("there is no such item", param="after")
+            start = place + 1
+        page = listed[start : start + self.limit]
+        return {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else "",
+            "last_id": page[-1]["id"] if page else "",
+            "has_more": start + self.limit < len(listed),
+        }
+
+
+def _read_choice(query: Mapping[str, str], name: str, choices: Mapping[str, bool], default: bool) -> bool:
+    value = query.get(name)
+    if value is None:
+        return default
+    if value not in choices:
+        raise ClientError(f"{name} must be one of {', '.join(choices)}", param=name)
+    return choices[value]
+
+
+def _read_integer(query: Mapping[str, str], name: str, low: int, high: int, default: int) -> int:
+    value = query.get(name)
+    if value is None:
+        return default
+    if not (value.isascii() and value.isdigit() and len(value) < 17) or not low <= int(value) <= high:
+        raise ClientError(f"{name} must be a number from {low} to {high}", param=name)
+    return int(value)

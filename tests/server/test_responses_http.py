@@ -1,0 +1,281 @@
+"""The Responses API over HTTP with the official client (protocol.md 2.1)."""
+
+import asyncio
+import socket as sockets
+import struct
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from doubles_responses import create, official, plain, read_sse, take
+from doubles_socket import MODEL, in_loop, kinds, respond, scripted_server, text_of
+
+ORDER = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+    "response.completed",
+]
+
+
+@in_loop
+async def test_a_response_in_one_piece() -> None:
+    async with scripted_server() as live, official(live) as client:
+        answer = await client.responses.create(
+            model=MODEL,
+            input="say Hello",
+            instructions="be kind",
+            metadata={"a": "b"},
+            temperature=0.5,
+            top_p=0.25,
+            max_output_tokens=50,
+            user="u",
+        )
+        assert answer.output_text == "Hello"
+        assert (answer.status, answer.model, answer.background, answer.to_dict()["store"]) == (
+            "completed",
+            MODEL,
+            False,
+            True,
+        )
+        assert (answer.instructions, answer.metadata, answer.temperature) == ("be kind", {"a": "b"}, 0.5)
+        assert answer.usage is not None
+        assert answer.usage.input_tokens == len("be kind\nsay Hello\n")
+        assert answer.usage.output_tokens == len("Hello") + 1
+        cut = await client.responses.create(model=MODEL, input="count", max_output_tokens=3)
+        assert (cut.status, cut.incomplete_details and cut.incomplete_details.reason) == (
+            "incomplete",
+            "max_output_tokens",
+        )
+        await live.become_idle()
+
+
+@in_loop
+async def test_a_stream_is_that_of_the_socket() -> None:
+    async with scripted_server() as live, official(live) as client, live.connect() as socket:
+        stream = await client.responses.create(model=MODEL, input="say Dobrý", stream=True)
+        events = [event async for event in stream]
+        assert [event.type for event in events if event.type != "response.output_text.delta"] == ORDER
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        over_socket = await respond(socket, input="say Dobrý", model=MODEL)
+        assert kinds(over_socket) == [event.type for event in events]
+        first, second = events[-1].to_dict()["response"], over_socket[-1]["response"]
+        assert isinstance(first, dict)
+        same = first.keys() - {"id", "created_at", "completed_at", "output", "usage"}
+        assert {name: first[name] for name in same} == {name: second[name] for name in same}
+
+
+@in_loop
+async def test_frames_are_named_events_without_done() -> None:
+    async with scripted_server() as live, plain(live) as client:
+        answer = await create(client, "say a\x85b", stream=True)
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        events = read_sse(answer.text)
+        assert text_of(events) == "a\x85b"
+        assert "[DONE]" not in answer.text
+
+
+@in_loop
+async def test_the_streaming_helper_accumulates_a_whole_response() -> None:
+    async with scripted_server() as live, official(live) as client:
+        async with client.responses.stream(model=MODEL, input="say Hello") as stream:
+            deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+            final = await stream.get_final_response()
+        assert "".join(deltas) == final.output_text == "Hello"
+
+
+@in_loop
+async def test_turns_continue_by_id_over_http_and_from_socket_to_http_and_back() -> None:
+    async with scripted_server() as live, official(live) as client, live.connect() as socket:
+        first = await client.responses.create(model=MODEL, input="say a", instructions="not inherited")
+        second = await respond(socket, input="say b", previous_response_id=first.id)
+        second_id = second[-1]["response"]["id"]
+        await socket.close()
+        third = await client.responses.create(model=MODEL, input="say c", previous_response_id=second_id)
+        assert third.usage is not None
+        assert third.usage.input_tokens == len("say a\na\nsay b\nb\nsay c\n")
+        assert third.previous_response_id == second_id
+        assert (await client.responses.retrieve(second_id)).output_text == "b"
+        with pytest.raises(openai.BadRequestError) as missing:
+            await client.responses.create(model=MODEL, input="say c", previous_response_id="resp_none")
+        assert missing.value.code == "previous_response_not_found"
+
+
+@in_loop
+async def test_retrieve_and_delete() -> None:
+    async with scripted_server() as live, official(live) as client:
+        answer = await client.responses.create(model=MODEL, input="say a")
+        assert (await client.responses.retrieve(answer.id)).to_dict() == answer.to_dict()
+        await client.responses.delete(answer.id)
+        for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+            with pytest.raises(openai.NotFoundError) as missing:
+                await ask(answer.id)
+            assert missing.value.code == "response_not_found"
+
+
+@in_loop
+async def test_what_is_not_stored_is_not_found() -> None:
+    async with scripted_server() as live, official(live) as client, live.connect() as socket:
+        answer = await client.responses.create(model=MODEL, input="say a", store=False)
+        assert answer.to_dict()["store"] is False
+        over_socket = await respond(socket, input="say a", store=False)
+        for response_id in (answer.id, over_socket[-1]["response"]["id"]):
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(response_id)
+
+
+@in_loop
+async def test_input_items_are_listed_in_pages() -> None:
+    items: Any = [
+        {"role": "user", "content": "one"},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "thinking"}]},
+        {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "42"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "two", "annotations": []}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "say three"}]},
+    ]
+    async with scripted_server() as live, official(live) as client:
+        answer = await client.responses.create(model=MODEL, input=items)
+        assert answer.output_text == "three"
+        listed = await client.responses.input_items.list(answer.id, order="asc")
+        assert [item.type for item in listed.data] == [
+            "message",
+            "reasoning",
+            "function_call",
+            "function_call_output",
+            "message",
+            "message",
+        ]
+        assert len({item.id for item in listed.data}) == 6
+        paged = [item async for item in client.responses.input_items.list(answer.id, order="asc", limit=2)]
+        assert [item.to_dict() for item in paged] == [item.to_dict() for item in listed.data]
+        newest = await client.responses.input_items.list(answer.id, limit=1)
+        assert newest.data[0].to_dict() == listed.data[-1].to_dict()
+        assert newest.has_more is True
+        for wrong in ({"limit": 0}, {"limit": 101}, {"after": "msg_none"}, {"order": "up"}):
+            with pytest.raises(openai.BadRequestError) as error:
+                await client.responses.input_items.list(answer.id, **wrong)
+            assert error.value.param == next(iter(wrong))
+
+
+@in_loop
+async def test_a_background_response_is_queued_polled_and_finished() -> None:
+    async with scripted_server(step_time_s=0.005) as live, official(live) as client:
+        answer = await client.responses.create(model=MODEL, input="say " + "a" * 40, background=True)
+        assert (answer.status, answer.background, answer.output) == ("queued", True, [])
+        seen = set()
+        while (found := await client.responses.retrieve(answer.id)).status in ("queued", "in_progress"):
+            seen.add(found.status)
+            await asyncio.sleep(0.01)
+        assert "in_progress" in seen
+        assert (found.status, found.output_text) == ("completed", "a" * 40)
+        await live.become_idle()
+        assert live.engine.stats().num_aborts == 0
+
+
+@in_loop
+async def test_a_background_response_can_be_cancelled_and_deleted() -> None:
+    async with scripted_server(step_time_s=0.005) as live, official(live) as client:
+        answer = await client.responses.create(model=MODEL, input="count", background=True)
+        cancelled = await client.responses.cancel(answer.id)
+        assert cancelled.status == "cancelled"
+        assert (await client.responses.retrieve(answer.id)).status == "cancelled"
+        assert (await client.responses.cancel(answer.id)).status == "cancelled"
+        other = await client.responses.create(model=MODEL, input="count", background=True)
+        await client.responses.delete(other.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(other.id)
+        foreground = await client.responses.create(model=MODEL, input="say a")
+        with pytest.raises(openai.BadRequestError):
+            await client.responses.cancel(foreground.id)
+        await live.become_idle()
+
+
+@in_loop
+async def test_a_background_response_that_fails_says_so() -> None:
+    async with scripted_server() as live, official(live) as client:
+        answer = await client.responses.create(model=MODEL, input="fail", background=True)
+        await live.become_idle()
+        found = await client.responses.retrieve(answer.id)
+        assert found.status == "failed"
+        assert found.error is not None
+        assert found.error.message == "this row cannot be sampled"
+
+
+@in_loop
+async def test_background_is_refused_where_it_cannot_work() -> None:
+    async with scripted_server() as live, plain(live) as client, live.connect() as socket:
+        wrong = await create(client, background=True, store=False)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "store")
+        (error,) = await respond(socket, input="say a", background=True)
+        assert error["error"]["param"] == "background"
+
+
+@in_loop
+async def test_what_is_wrong_is_told_before_a_stream_begins() -> None:
+    async with scripted_server() as live, plain(live) as client:
+        for fields, param in (
+            ({"temperature": -1}, "temperature"),
+            ({"input": "x" * 5000}, "input"),
+            ({"conversation": "c"}, "conversation"),
+            ({"model": "other"}, "model"),
+            ({"previous_response_id": "resp_none"}, "previous_response_id"),
+        ):
+            for how in ({"stream": True}, {}, {"background": True}, {"stream": True, "resumable": True}):
+                answer = await create(client, **fields, **how)
+                assert answer.status_code in (400, 404), (fields, how)
+                assert answer.json()["error"]["param"] == param
+        assert len(live.state.live_responses) == 0
+        compact = await client.post("/responses/compact", json={"model": MODEL, "input": "a"})
+        assert (compact.status_code, compact.json()["error"]["code"]) == (400, "unsupported")
+        counted = await client.post("/responses/input_tokens", json={"model": MODEL, "input": "abc"})
+        assert counted.json() == {"object": "response.input_tokens", "input_tokens": 4}
+
+
+@in_loop
+async def test_a_row_that_fails_fails_the_call_or_the_stream() -> None:
+    async with scripted_server() as live, plain(live) as client:
+        assert (await create(client, "fail")).status_code == 500
+        events = read_sse((await create(client, "fail", stream=True)).text)
+        assert events[-1]["type"] == "response.failed"
+        assert (await create(client, "say fine")).json()["output"][0]["content"][0]["text"] == "fine"
+
+
+def reset(answer: httpx.Response) -> None:
+    """Have the connection closed with RST."""
+    raw = answer.extensions["network_stream"].get_extra_info("socket")
+    raw.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+@in_loop
+@pytest.mark.parametrize("num_events", [1, 3, 8])
+async def test_a_lost_client_aborts_its_response_at_once(num_events: int) -> None:
+    async with scripted_server(step_time_s=0.003) as live:
+        for attempt in range(4):
+            async with (
+                plain(live) as client,
+                client.stream("POST", "/responses", json={"input": "count", "stream": True}) as answer,
+            ):
+                await take(answer, num_events)
+                if attempt % 2:
+                    reset(answer)
+        await live.lose_connections()
+        await live.become_idle()
+        assert live.engine.stats().num_aborts == 4
+        assert len(live.state.live_responses) == 0
+
+
+@in_loop
+async def test_a_client_that_leaves_without_a_stream_aborts_too() -> None:
+    async with scripted_server(step_time_s=0.003) as live, plain(live) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/responses", json={"input": "count"}, timeout=0.1)
+        await live.lose_connections()
+        await live.become_idle()
+        assert live.engine.stats().num_aborts == 1
