@@ -91,12 +91,26 @@ class ServerConfig:
         None, f"key that clients must send (Bearer), HTTP and WebSocket; also {API_KEY_VARIABLE}"
     )
     allowed_origins: tuple[str, ...] = option((), "browser origins allowed besides the server's own; '*' allows all")
+    tool_parser: str = option(
+        "auto",
+        "how the model writes tool calls: hermes, qwen3_coder, llama3_json, mistral, pythonic, deepseek, harmony or "
+        "none; auto: by its chat template",
+    )
+    reasoning_parser: str = option(
+        "auto", "how the model marks reasoning: think, mistral, harmony or none; auto: by its chat template"
+    )
     max_body_mib: float = option(16.0, "MiB of one request body")
     max_frame_mib: float = option(16.0, "MiB of one WebSocket message")
     keep_alive_s: float = option(15.0, "seconds of silence after which a stream gets a keep-alive comment; 0: never")
     stall_timeout_s: float = option(30.0, "seconds a client may leave its stream unread before it is cut off")
     drain_timeout_s: float = option(10.0, "seconds that running requests get after SIGTERM")
     max_connection_age_s: float = option(3600.0, "seconds a WebSocket may live")
+    response_store: str = option("memory", "where stored responses are kept: memory, or sqlite:///PATH")
+    response_store_mib: float = option(256.0, "MiB of stored responses; the oldest are dropped")
+    response_max_age_s: float = option(30 * 86400.0, "seconds that a stored response is kept")
+    resume_grace_s: float = option(
+        60.0, "seconds that a resumable response runs on without its client, and that its events can be read again"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "log level")
 
     def __post_init__(self) -> None:
@@ -105,12 +119,6 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    response_store: str = option("memory", "where stored responses are kept: memory, or sqlite:///PATH")
-    response_store_mib: float = option(256.0, "MiB of stored responses; the oldest are dropped")
-    response_max_age_s: float = option(30 * 86400.0, "seconds that a stored response is kept")
-    resume_grace_s: float = option(
-        60.0, "seconds that a resumable response runs on without its client, and that its events can be read again"
-    )
     """Everything; sections as in the TOML file."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)

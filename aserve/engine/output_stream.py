@@ -46,7 +46,8 @@ class OutputStream:
         self.num_cached_tokens = 0
         self._metrics = metrics
         self._observe_gap = metrics.inter_token.observe
-        self._detokenizer = tokenizer.detokenizer(params.skip_special_tokens)
+        kept = (params.kept_special_ids,) if params.kept_special_ids else ()
+        self._detokenizer = tokenizer.detokenizer(params.skip_special_tokens, *kept)
         self._stops = StopStringFilter(params.stop) if params.stop else None
         self._ending_is_shown = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens

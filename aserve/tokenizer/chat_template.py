@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
+from jinja2 import meta
 
 from aserve.errors import ClientError
 from aserve.tokenizer.control_tokens import END_MARK, ControlTokens, unmark
 from aserve.tokenizer.messages import count_chars, normalize_messages
 from aserve.tokenizer.template_sandbox import OutputTooLongError, TemplateSandbox
+from aserve.tokenizer.tool_prompt import spell_out_tools
 
 MAX_REASON_CHARS = 500
 
@@ -17,7 +19,8 @@ class ChatTemplate:
     """Templates by name, ``default`` and perhaps ``tool_use``, compiled once. Safe to use from several threads.
 
     ``variables`` are what templates see besides the messages: ``bos_token``, ``eos_token`` and so on.
-    A template that does not compile refuses each chat with the reason; prompts are still served.
+    A template that does not compile refuses each chat with the reason; prompts are still served. One that knows
+    nothing of tools gets them, calls and their results as text in a general form (``tool_prompt``).
     """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str], control_tokens: ControlTokens) -> None:
@@ -26,11 +29,18 @@ class ChatTemplate:
         self._sandbox = TemplateSandbox(control_tokens)
         self._sources = dict(sources)
         self._compiled: dict[str, jinja2.Template] = {}
+        self._knows_tools: dict[str, bool] = {}
         self._refusal: str | None = None if sources else "this model has no chat template; use /v1/completions"
         try:
             self._compiled = {name: self._sandbox.compile_template(source) for name, source in sources.items()}
+            self._knows_tools = {name: self._reads_tools(source) for name, source in sources.items()}
         except jinja2.TemplateError as error:
             self._refusal = f"this model's chat template cannot be compiled: {error}"
+
+    @property
+    def source(self) -> str:
+        """All templates, joined."""
+        return "\n".join(self._sources.values())
 
     @property
     def is_usable(self) -> bool:
@@ -55,6 +65,8 @@ class ChatTemplate:
         """
         name = self._choose(bool(tools))
         normalized = normalize_messages(messages, has_developer_role="developer" in self._sources[name])
+        if not self._knows_tools[name]:
+            normalized, tools = spell_out_tools(normalized, tools), None
         if len(normalized) > max_chars or count_chars(normalized) > max_chars:
             raise PromptTooLongError
         variables: dict[str, Any] = {
@@ -71,6 +83,9 @@ class ChatTemplate:
             _set_end_mark(variables["messages"])
         text = self._render(self._compiled[name], variables, max_chars)
         return _cut_at_end_mark(text) if continue_final_message else text
+
+    def _reads_tools(self, source: str) -> bool:
+        return "tool_calls" in source or "tools" in meta.find_undeclared_variables(self._sandbox.parse(source))
 
     def _choose(self, has_tools: bool) -> str:
         if self._refusal is not None:

@@ -61,6 +61,10 @@ class ControlTokens:
         _append_piece(parts, text[position:], swallow, False)
         return parts
 
+    def ids_of(self, texts: Iterable[str]) -> tuple[int, ...]:
+        """Return the ids of those ``texts`` that are control tokens."""
+        return tuple(self._tokens[text].token_id for text in texts if text in self._tokens)
+
     def mark(self, text: str) -> str:
         """Return ``text`` so that no control token is found in it, nor at its seam with what follows.
 

@@ -5,7 +5,7 @@ shown; a U+FFFD that the model really wrote passes like any other character.
 """
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from aserve.tokenizer.token_table import TokenTable
@@ -23,11 +23,12 @@ class Detokenizer(Protocol):
         ...
 
 
-def make_detokenizer(table: TokenTable, skip_special_tokens: bool) -> Detokenizer:
+def make_detokenizer(
+    table: TokenTable, skip_special_tokens: bool, kept_special_ids: tuple[int, ...] = ()
+) -> Detokenizer:
     """Return a detokenizer for one stream over ``table``."""
-    if table.kind == "byte-level":
-        return ByteLevelDetokenizer(table, skip_special_tokens)
-    return SentencePieceDetokenizer(table, skip_special_tokens)
+    texts = table.visible_texts(skip_special_tokens, kept_special_ids)
+    return (ByteLevelDetokenizer if table.kind == "byte-level" else SentencePieceDetokenizer)(table, texts)
 
 
 class ByteLevelDetokenizer:
@@ -35,8 +36,8 @@ class ByteLevelDetokenizer:
 
     __slots__ = ("_partial", "_pieces", "_texts")
 
-    def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
-        self._texts = table.texts_without_special if skip_special_tokens else table.texts
+    def __init__(self, table: TokenTable, texts: Sequence[str | None]) -> None:
+        self._texts = texts
         self._pieces = table.pieces
         self._partial = b""  # the start of a character, at most three bytes
 
@@ -67,8 +68,8 @@ class SentencePieceDetokenizer:
 
     __slots__ = ("_num_stripped", "_pieces", "_run", "_texts")
 
-    def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
-        self._texts = table.texts_without_special if skip_special_tokens else table.texts
+    def __init__(self, table: TokenTable, texts: Sequence[str | None]) -> None:
+        self._texts = texts
         self._pieces = table.pieces
         self._run = b""
         self._num_stripped = table.num_stripped  # leading spaces of the whole text still to be dropped

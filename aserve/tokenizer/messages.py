@@ -44,6 +44,8 @@ def _normalize(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         raise ClientError(f"{where}.role must be one of {', '.join(sorted(ROLES))}", param=f"{where}.role")
     normalized["content"] = _join_content(normalized.get("content"), f"{where}.content")
+    if isinstance(reasoning := normalized.get("reasoning"), str):  # templates know the other name
+        normalized.setdefault("reasoning_content", reasoning)
     if calls := normalized.pop("tool_calls", None):
         normalized["tool_calls"] = _normalize_calls(calls, f"{where}.tool_calls")
     return normalized

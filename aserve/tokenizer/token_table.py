@@ -33,7 +33,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 class TokenTable:
-    """One row per token id, at least as many as the model has logits. Immutable.
+    """One row per token id, at least as many as the model has logits.
 
     ``pieces[id]`` is the token's bytes, empty where no token has that id. In a SentencePiece vocabulary
     ``byte_ids`` are the tokens that stand for one raw byte, and decoding drops up to ``num_stripped`` leading spaces.
@@ -56,6 +56,20 @@ class TokenTable:
         self.texts = [None if token_id in byte_ids else _whole_text(piece) for token_id, piece in enumerate(pieces)]
         self.texts_without_special = ["" if i in special_ids else text for i, text in enumerate(self.texts)]
         self.longest_bytes = max(map(len, pieces))
+        self._texts_with: dict[tuple[int, ...], list[str | None]] = {}
+
+    def visible_texts(self, skip_special_tokens: bool, kept_ids: tuple[int, ...] = ()) -> list[str | None]:
+        """Return ``texts``, or ``texts_without_special`` with the texts of ``kept_ids``; one server keeps few sets."""
+        if not skip_special_tokens:
+            return self.texts
+        if not kept_ids:
+            return self.texts_without_special
+        if kept_ids not in self._texts_with:
+            texts = list(self.texts_without_special)
+            for token_id in kept_ids:
+                texts[token_id] = self.texts[token_id]
+            self._texts_with[kept_ids] = texts
+        return self._texts_with[kept_ids]
 
 
 def _whole_text(piece: bytes) -> str | None:

@@ -67,6 +67,11 @@ class Tokenizer:
         return self._template.is_usable
 
     @property
+    def chat_template(self) -> str:
+        """The sources of the chat templates, joined; empty if there is none."""
+        return self._template.source
+
+    @property
     def special_token_ids(self) -> frozenset[int]:
         """The control tokens, which decoding leaves out when asked to."""
         return self._table.special_ids
@@ -118,11 +123,6 @@ class Tokenizer:
         ``continue_final_message`` leaves the last message open. Raises ClientError as ``encode`` does, and for
         messages that cannot be rendered.
         """
-        limit = _Limit(max_tokens, "messages")
-        limit.check(len(messages), is_exact=False)  # none is rendered as less than a token
-        max_chars = MAX_CHARS if max_tokens is None else int(max_tokens * self._max_chars_per_token)
-        try:
-            text = self._template.render(
         spans = self.encode_turn(
             messages,
             (),
@@ -149,6 +149,11 @@ class Tokenizer:
 
         Where the template writes something else than before, the text from there on is tokenized.
         """
+        limit = _Limit(max_tokens, "messages")
+        limit.check(len(messages), is_exact=False)  # none is rendered as less than a token
+        max_chars = MAX_CHARS if max_tokens is None else int(max_tokens * self._max_chars_per_token)
+        try:
+            text = self._template.render(
                 messages,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
@@ -174,9 +179,16 @@ class Tokenizer:
         """Return the text of ``token_ids``; ids without a token add nothing."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return the state of one stream whose joined deltas equal ``decode`` of all its ids."""
-        return make_detokenizer(self._table, skip_special_tokens)
+    def detokenizer(self, skip_special_tokens: bool = True, kept_special_ids: tuple[int, ...] = ()) -> Detokenizer:
+        """Return the state of one stream whose joined deltas equal ``decode`` of all its ids.
+
+        ``kept_special_ids`` are shown although ``skip_special_tokens``.
+        """
+        return make_detokenizer(self._table, skip_special_tokens, kept_special_ids)
+
+    def special_ids_of(self, texts: Iterable[str]) -> tuple[int, ...]:
+        """Return the ids of those ``texts`` that are control tokens."""
+        return self._control_tokens.ids_of(texts)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return a token's own bytes, which may be part of a character; empty for an id without a token."""

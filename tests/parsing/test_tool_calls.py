@@ -97,8 +97,8 @@ ANSWERS: dict[str, tuple[str, str, str, Any]] = {  # case -> parser, answer, tex
     "llama4": ("pythonic", f"<|python_start|>[get_weather(city={CITY['city']!r}, days=3)]<|python_end|>", "", ONE),
     "deepseek v3": (
         "deepseek",
-        f"Ok.{ds('tool calls begin')}{ds('tool call begin')}function{ds('tool sep')}get_weather\n```json\n{WRITTEN}\n```"
-        f"{ds('tool call end')}\n{ds('tool call begin')}function{ds('tool sep')}get_time\n```json\n{{}}\n```"
+        f"Ok.{ds('tool calls begin')}{ds('tool call begin')}function{ds('tool sep')}get_weather\n```json\n{WRITTEN}"
+        f"\n```{ds('tool call end')}\n{ds('tool call begin')}function{ds('tool sep')}get_time\n```json\n{{}}\n```"
         f"{ds('tool call end')}{ds('tool calls end')}",
         "Ok.",
         TWO,
@@ -140,7 +140,7 @@ def test_calls_are_found_however_the_answer_is_cut(case: str) -> None:
 
 @pytest.mark.parametrize("case", ANSWERS)
 def test_a_cut_answer_never_has_a_call_too_many_nor_loses_its_text(case: str) -> None:
-    name, answer, text, calls = ANSWERS[case]
+    name, answer, _, calls = ANSWERS[case]
     for end in range(len(answer)):
         found = parse(tool_parser(name, TOOLS), list(answer[:end]))
         assert found == parse(tool_parser(name, TOOLS), [answer[:end]])
@@ -231,8 +231,9 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 
 
 MARKERS = ["<tool_call>", "</tool_call>", "<function=", "[TOOL_CALLS]", "[", "{", '{"name": "get_time"', '"arguments"',
-           "<|python_tag|>", "[ARGS]", "get_time(", ")]", ds("tool call begin"), ds("tool sep"), "<|channel|>", "<|end|>",
-           "<|message|>", "to=functions.f", "<|call|>", "}", ":", ",", '"', "\\", ";", " ", "\n", "x"]  # fmt: skip
+           "<|python_tag|>", "[ARGS]", "get_time(", ")]", ds("tool call begin"), ds("tool sep"), "<|channel|>",
+           "<|end|>", "<|message|>", "to=functions.f", "<|call|>", "}", ":", ",", '"', "\\", ";", " ", "\n",
+           "x"]  # fmt: skip
 NAMES = ["hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "deepseek", "harmony"]
 
 

@@ -18,7 +18,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-DUMP = "{{ messages | tojson }}"  # shows a test what a template gets
+DUMP = "{{ messages | tojson }}{% if tools %}{% endif %}"  # shows a test what a template gets that knows of tools
 
 
 def render(source: str | dict[str, str], messages: Any, **options: Any) -> str:
@@ -59,6 +59,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "<b>é</b
 @pytest.mark.parametrize("source", FEATURES)
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_rendering_equals_transformers(source: str, tools: list[Any] | None) -> None:
+    source += "{% if tools %}{% endif %}"  # each knows of tools
     expected, _ = render_jinja_template(
         [CHAT], tools=tools, chat_template=source, add_generation_prompt=True, bos_token="<s>"
     )
@@ -118,7 +119,9 @@ def test_null_and_missing_content_are_empty(demo_tokenizer: Tokenizer, message: 
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call], **message}]
     turns.append({"role": "tool", "tool_call_id": "c1", "content": "2"})
-    expected = [turns[0], {"role": "assistant", "content": ""}, turns[2]]
+    spelled = '<tool_call>\n{"name":"f","arguments":{"x":1}}\n</tool_call>'
+    result = {"role": "user", "content": "<tool_response>\n2\n</tool_response>"}
+    expected = [turns[0], {"role": "assistant", "content": spelled}, result]  # this template knows of no tools
     assert demo_tokenizer.encode_chat(turns) == demo_tokenizer.encode_chat(expected)
 
 
@@ -232,7 +235,8 @@ def test_message_text_is_never_a_control_token(demo_tokenizer: Tokenizer, role: 
     ids = demo_tokenizer.encode_chat(turns)
     plain = demo_tokenizer.encode_chat([turns[0], {"role": role, "content": "x"}])
     assert [ids.count(token_id) for token_id in (0, 1, 2)] == [plain.count(token_id) for token_id in (0, 1, 2)]
-    assert f"{role}\n{text}<|im_end|>" in demo_tokenizer.decode(ids, skip_special_tokens=False)
+    shown = f"user\n<tool_response>\n{text}\n</tool_response>" if role == "tool" else f"{role}\n{text}"
+    assert f"{shown}<|im_end|>" in demo_tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_every_other_text_that_a_template_sees_is_marked_too() -> None:
@@ -241,7 +245,7 @@ def test_every_other_text_that_a_template_sees_is_marked_too() -> None:
     tools = [{"type": "function", "function": {"name": "<s>", "description": "<s>", "enum": ["<s>"]}}]
     for source, num_texts in (
         ("{{ messages | tojson }}{{ tools | tojson }}", 9),
-        ("{{ messages | tojson(ensure_ascii=True) }}", 6),
+        ("{{ messages | tojson(ensure_ascii=True) }}{% if tools %}{% endif %}", 6),
         ("{{ tools[0].function.description }}", 1),
         ("{% for key in messages[0].tool_calls[0].function.arguments %}{{ key }}{% endfor %}", 1),
     ):
