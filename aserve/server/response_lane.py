@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from aserve.errors import NotFoundError
 from aserve.server.live_responses import LiveResponse
 from aserve.server.response_archive import KeptResponse
 from aserve.server.response_events import ResponseStatus, payload_of
 from aserve.server.response_input import unsupported
 from aserve.server.response_run import ResponseRun, socket_frames
-from aserve.server.response_schema import ResponseRequest, parse_create
+from aserve.server.response_schema import ResponseRequest, parse_create, read_resume
 from aserve.server.response_start import new_live, new_run, previous_not_found
 from aserve.server.state import ServerState
 from aserve.server.stream_sink import Outlet
@@ -22,7 +23,7 @@ from aserve.server.stream_sink import Outlet
 
 @dataclass(slots=True)
 class QueuedCreate:
-    """A ``response.create`` that waits for its turn; it is checked when that comes, so that errors keep the order."""
+    """A create or resume that waits for its turn; it is checked when that comes, so that errors keep the order."""
 
     payload: Mapping[str, Any]
     num_bytes: int
@@ -87,6 +88,9 @@ class Lane:
         previous_id = payload.get("previous_response_id")
         try:
             self.owner.check_open()
+            if payload["type"] == "response.resume":
+                await self._resume(payload)
+                return
             request = parse_create(payload, self.owner.state.engine.limits.vocab_size)
             if request.background:
                 raise unsupported("background", "background on a WebSocket")
@@ -128,6 +132,18 @@ class Lane:
         if status is not ResponseStatus.FAILED:
             self.latest = run.kept()
         return status
+
+    async def _resume(self, payload: Mapping[str, Any]) -> None:
+        """Go on with the events of a response whose client was lost."""
+        response_id, start = read_resume(payload)
+        live = self.owner.state.live_responses.find(response_id)
+        if live is None:
+            raise NotFoundError("no such response can be resumed", param="response_id", code="response_not_found")
+        self.running = live.run
+        try:
+            await follow(live, self.owner.outlet, start, self.stream_id)
+        finally:
+            self.running = None
 
     async def _previous(self, previous_id: str | None) -> KeptResponse | None:
         """Return what is continued, None for a new conversation."""

@@ -16,6 +16,7 @@ from aserve.server import schema
 from aserve.server.response_input import read_input, type_error, unsupported
 from aserve.server.response_items import Item
 from aserve.server.schema import CommonBody, check_template_kwargs, convert_body, sampling_params
+from aserve.server.structured_request import GRAMMAR_FIELDS
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,9 @@ ACCEPTED_WITHOUT_EFFECT = schema.ACCEPTED_WITHOUT_EFFECT - {"metadata", "moderat
 }  # fmt: skip
 
 # Would change the answer, so they are never ignored.
-REFUSED = schema.REFUSED | {"context_management", "conversation", "moderation", "prompt"}
+REFUSED = schema.REFUSED | (GRAMMAR_FIELDS - {"response_format"}) | {
+    "context_management", "conversation", "moderation", "prompt",
+}  # fmt: skip
 HARMLESS: dict[str, Callable[[Any], bool]] = {  # field -> is this value one that asks for nothing?
     **{name: check for name, check in schema.HARMLESS.items() if name not in WITH_EFFECT},
     "add_generation_prompt": lambda value: value is True,
@@ -48,6 +51,7 @@ HARMLESS: dict[str, Callable[[Any], bool]] = {  # field -> is this value one tha
     "continue_final_message": lambda value: value is False,
     "echo": lambda value: value is False,
     "n": lambda value: value == 1,
+    "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
 }
 RENAMED = {  # names of the other endpoints -> what to use here
     "logprobs": f"include: [{LOGPROBS_INCLUDE!r}]",
@@ -122,6 +126,17 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
     if not request.items and request.previous_response_id is None and request.instructions is None:
         raise ClientError("input is required", param="input", code="missing_required_parameter")
     return request
+
+
+def read_resume(payload: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the response that a ``response.resume`` names, and the number of the first event that is wanted."""
+    response_id = _read(payload, "response_id", str)
+    if response_id is None:
+        raise ClientError("response_id is required", param="response_id", code="missing_required_parameter")
+    after = _read(payload, "starting_after", int)
+    if after is not None and after < 0:
+        raise ClientError("starting_after must not be negative", param="starting_after")
+    return response_id, 0 if after is None else after + 1
 
 
 def _read(fields: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -106,8 +106,8 @@ class ResponsesSession:
 
     def _dispatch(self, message: Mapping[str, Any], stream_id: str | None, num_bytes: int) -> None:
         kind = message.get("type")
-        if kind == "response.create":
-            self._create(message, stream_id, num_bytes)
+        if kind in ("response.create", "response.resume"):
+            self._queue(message, stream_id, num_bytes)
         elif kind == "response.cancel":
             self._cancel(message.get("response_id"), stream_id)
         elif kind != "response.processed":  # an acknowledgement that needs no answer
@@ -116,7 +116,7 @@ class ResponsesSession:
                 f"the event type is {shown}, not response.create", param="type", code="unknown_event_type"
             )
 
-    def _create(self, payload: Mapping[str, Any], stream_id: str | None, num_bytes: int) -> None:
+    def _queue(self, payload: Mapping[str, Any], stream_id: str | None, num_bytes: int) -> None:
         queued = [create.num_bytes for lane in self._lanes.values() for create in lane.queue]
         max_bytes = MAX_QUEUED_FRAMES * self.state.config.max_frame_mib * 2**20
         if len(queued) >= MAX_QUEUED or sum(queued) + num_bytes > max_bytes:

@@ -1,0 +1,190 @@
+"""Responses that outlive their client: read again from any event, generated once, and gone after the grace period."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import httpx
+import pytest
+from doubles_engine import until
+from doubles_responses import create, official, plain, read_sse, take
+from doubles_socket import (
+    MODEL,
+    TERMINAL,
+    Live,
+    check_event,
+    in_loop,
+    receive_until,
+    respond,
+    scripted_server,
+    send,
+    text_of,
+)
+
+from aserve.server import event_log
+
+RESUMABLE = {"input": "say " + "abcdefghij" * 12, "stream": True, "resumable": True}
+SPOKEN = "abcdefghij" * 12
+
+
+async def read_from(client: httpx.AsyncClient, response_id: str, after: int | None) -> list[dict[str, Any]]:
+    query = {"stream": "true"} | ({} if after is None else {"starting_after": str(after)})
+    answer = await client.get(f"/responses/{response_id}", params=query)
+    assert answer.status_code == 200, answer.text
+    return read_sse(answer.text)
+
+
+@in_loop
+@pytest.mark.parametrize("background", [False, True])
+async def test_a_lost_client_goes_on_where_it_was(background: bool) -> None:
+    ask = {**RESUMABLE, "background": background, "resumable": not background}
+    async with scripted_server(step_time_s=0.003) as live, plain(live) as client:
+        async with plain(live) as lost, lost.stream("POST", "/responses", json=ask) as answer:
+            first = await take(answer, 9)
+        response_id = first[0]["response"]["id"]
+        rest = await read_from(client, response_id, first[-1]["sequence_number"])
+        events = first + rest
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert events[-1]["type"] == "response.completed"
+        assert text_of(events) == SPOKEN
+        again = await read_from(client, response_id, None)
+        assert again == events
+        assert (await client.get(f"/responses/{response_id}")).json() == events[-1]["response"]
+        stats = live.engine.stats()
+        assert (stats.num_aborts, live.engine.metrics.num_generation_tokens) == (0, len(SPOKEN) + 1)
+        await live.become_idle()
+
+
+@in_loop
+async def test_the_official_client_resumes_a_background_stream() -> None:
+    async with scripted_server(step_time_s=0.003) as live, official(live) as client:
+        stream = await client.responses.create(model=MODEL, input=RESUMABLE["input"], background=True, stream=True)
+        seen: list[Any] = []
+        async for event in stream:
+            seen.append(event)
+            if len(seen) == 10:
+                break
+        await stream.close()
+        rest = await client.responses.retrieve(
+            seen[0].response.id, stream=True, starting_after=seen[-1].sequence_number
+        )
+        seen += [event async for event in rest]
+        assert [event.sequence_number for event in seen] == list(range(len(seen)))
+        assert [event.type for event in seen[:3]] == ["response.created", "response.queued", "response.in_progress"]
+        assert seen[-1].response.output_text == SPOKEN
+
+
+@in_loop
+async def test_without_its_client_a_resumable_response_ends_after_the_grace_period() -> None:
+    async with scripted_server(step_time_s=0.003, resume_grace_s=0.2) as live, plain(live) as client:
+        async with (
+            plain(live) as lost,
+            lost.stream("POST", "/responses", json={**RESUMABLE, "input": "count"}) as answer,
+        ):
+            (created, *_) = await take(answer, 5)
+        await asyncio.sleep(0.05)
+        assert live.engine.stats().num_open == 1
+        await until(lambda: not live.engine.stats().num_open, 2)
+        await live.become_idle()
+        found = await client.get(f"/responses/{created['response']['id']}")
+        assert found.json()["status"] == "cancelled"
+        await asyncio.sleep(0.3)
+        gone = await client.get(f"/responses/{created['response']['id']}", params={"stream": "true"})
+        assert (gone.status_code, gone.json()["error"]["code"]) == (400, "events_gone")
+
+
+@in_loop
+async def test_two_readers_get_the_same_and_a_bad_place_is_refused() -> None:
+    async with scripted_server(step_time_s=0.003) as live, plain(live) as client:
+        created = (await create(client, RESUMABLE["input"], background=True)).json()
+        both = await asyncio.gather(*(read_from(client, created["id"], None) for _ in range(2)))
+        assert both[0] == both[1]
+        assert text_of(both[0]) == SPOKEN
+        for query, param in (
+            ({"stream": "true", "starting_after": "99999"}, "starting_after"),
+            ({"stream": "true", "starting_after": "-1"}, "starting_after"),
+            ({"starting_after": "1"}, "starting_after"),
+            ({"stream": "perhaps"}, "stream"),
+        ):
+            wrong = await client.get(f"/responses/{created['id']}", params=query)
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, param)
+        missing = await client.get("/responses/resp_none", params={"stream": "true"})
+        assert missing.status_code == 404
+
+
+@in_loop
+async def test_a_log_keeps_the_newest_events_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "MAX_LOG_BYTES", 6000)
+    async with scripted_server() as live, plain(live) as client:
+        created = (await create(client, RESUMABLE["input"], background=True)).json()
+        await live.become_idle()
+        log = live.state.live_responses.find(created["id"])
+        assert log is not None
+        assert log.log.first > 0
+        old = await client.get(f"/responses/{created['id']}", params={"stream": "true"})
+        assert (old.status_code, old.json()["error"]["code"]) == (400, "events_gone")
+        newest = await read_from(client, created["id"], log.log.end - 3)
+        assert [event["type"] for event in newest] == ["response.output_item.done", "response.completed"]
+
+
+@in_loop
+async def test_a_socket_resumes_what_another_socket_or_http_began() -> None:
+    async with scripted_server(step_time_s=0.003) as live, live.connect() as socket:
+        async with live.connect() as lost:
+            await send(lost, **{**RESUMABLE, "stream_id": "one"})
+            first = await receive_until(lost, "response.output_text.delta")
+            assert {event["stream_id"] for event in first} == {"one"}
+        after = first[-1]["sequence_number"]
+        response_id = first[0]["response"]["id"]
+        await send(socket, "response.resume", response_id=response_id, starting_after=after, stream_id="two")
+        rest = await receive_until(socket, *TERMINAL)
+        assert {event["stream_id"] for event in rest} == {"two"}
+        assert [event["sequence_number"] for event in rest] == list(range(after + 1, after + 1 + len(rest)))
+        assert text_of(first) + text_of(rest) == SPOKEN
+        assert text_of(await respond(socket, input="say more", previous_response_id=response_id)) == "more"
+        await send(socket, "response.resume", response_id="resp_none")
+        (error,) = await receive_until(socket, "error")
+        assert (error["status"], error["error"]["code"]) == (404, "response_not_found")
+        await send(socket, "response.resume", response_id=response_id, starting_after=10**6)
+        (error,) = await receive_until(socket, "error")
+        assert error["error"]["param"] == "starting_after"
+
+
+async def wander(live: Live, seed: int) -> None:
+    """Begin one response in some way, perhaps leave it, perhaps come back."""
+    dice = random.Random(seed)
+    kind = dice.choice([{}, {"background": True}, {"resumable": True}])
+    ask = {"input": f"say {'xyz' * dice.randrange(1, 40)}", "stream": True, **kind}
+    async with plain(live) as client, client.stream("POST", "/responses", json=ask) as answer:
+        if dice.random() < 0.3:
+            assert text_of(read_sse((await answer.aread()).decode())) == ask["input"][4:]
+            return
+        first = await take(answer, dice.randrange(1, 5))
+    if not kind or dice.random() < 0.3:
+        return
+    async with plain(live) as client:
+        events = first + await read_from(client, first[0]["response"]["id"], first[-1]["sequence_number"])
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert text_of(events) == ask["input"][4:]
+
+
+@in_loop
+async def test_random_disconnects_leak_nothing() -> None:
+    async with scripted_server(step_time_s=0.001, resume_grace_s=0.5) as live:
+        for start in range(0, 60, 20):
+            await asyncio.gather(*(wander(live, seed) for seed in range(start, start + 20)))
+        await live.become_idle(5)
+        assert len(live.state.live_responses) == 0
+        await until(lambda: not live.state.live_responses._ended, 3)
+
+
+@in_loop
+async def test_a_server_that_stops_ends_what_runs_in_the_background() -> None:
+    async with scripted_server(step_time_s=0.003) as live, plain(live) as client:
+        created = (await create(client, "count", background=True)).json()
+        assert live.engine.stats().num_open == 1
+    assert live.engine.stats().num_open == 0
+    stored = await live.state.archive.get(created["id"])
+    assert stored is None  # forgotten with its store
+    check_event({"type": "response.created", "sequence_number": 0, "response": json.loads(json.dumps(created))})
