@@ -63,13 +63,19 @@ def expect(x: Tensor, layer: Dense, is_gated: bool) -> Tensor:
     return silu_mul64(expected) if is_gated else expected
 
 
+def assert_summed(actual: Tensor, expected: Tensor) -> None:
+    """Fail if sums were rounded to the activations' dtype; matrix units cut off what is below a sum's last bit."""
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error < (2e-6 if IS_INTERPRETED else 1e-4), f"relative error {error:.2e}"
+
+
 @pytest.mark.parametrize("num_tokens", [1, 37, 65])
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 def test_tiles_reach_over_every_edge(launch: MediumLinearLaunch, is_gated: bool, num_tokens: int) -> None:
     """Sums are never rounded to the activations' dtype, which a float32 result shows."""
     layer, x = draw_layer(72, 200, is_gated), draw(num_tokens, 200)
-    assert_near(multiply(x, layer, launch, is_gated, torch.float32), expect(x, layer, is_gated), torch.float32)
+    assert_summed(multiply(x, layer, launch, is_gated, torch.float32), expect(x, layer, is_gated))
 
 
 @pytest.mark.parametrize("launch", [LAUNCHES["blocks of tokens"], LAUNCHES["parts"]], ids=["whole", "parts"])
@@ -87,13 +93,13 @@ def test_results_in_the_activations_dtype(is_gated: bool, dtype: torch.dtype, la
 def test_parts_of_several_blocks_of_sums(num_outputs: int) -> None:
     layer, x = draw_layer(num_outputs, 64, True), draw(3, 64)
     launch = MediumLinearLaunch(64, 16, block_width=32, num_parts=2)
-    assert_near(multiply(x, layer, launch, True, torch.float32), expect(x, layer, True), torch.float32)
+    assert_summed(multiply(x, layer, launch, True, torch.float32), expect(x, layer, True))
 
 
 def test_more_parts_than_the_width_has_steps() -> None:
     layer, x = draw_layer(16, 64, False), draw(3, 64)
     launch = replace(LAUNCHES["parts"], num_parts=8)
-    assert_near(multiply(x, layer, launch, False, torch.float32), expect(x, layer, False), torch.float32)
+    assert_summed(multiply(x, layer, launch, False, torch.float32), expect(x, layer, False))
 
 
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
