@@ -1,6 +1,6 @@
 """Steps that touch every path of usual size before the first client does; they run on the dummy row."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from aserve.request import SamplingParams
 from aserve.scheduler.limits import Limits
@@ -13,14 +13,24 @@ SAMPLING_KINDS = (
 )
 
 
-def warm_up_plans(limits: Limits) -> Iterator[StepPlan]:
-    """Yield a prefill for each way of sampling, then decodes of one row and of all."""
+SCORED = SamplingParams(temperature=0.0, prompt_logprobs=0)
+
+
+def warm_up_plans(limits: Limits, token_counts: Iterable[int] = ()) -> Iterator[StepPlan]:
+    """Yield a prefill for each way of sampling, then decodes of one row and of all.
+
+    Where kernels differ by the tokens of a step, ``token_counts`` are those to run as well: as decodes, or as a prompt
+    whose tokens are scored where there are fewer rows.
+    """
     prompt_len = min(PROMPT_LEN, limits.max_model_len - 1, limits.max_num_batched_tokens)
     for params in SAMPLING_KINDS:
         yield dummy_plan(limits.max_num_seqs, [(0, prompt_len)], params, limits.num_pages)
     num_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    for count in (1, num_decodes):
-        yield dummy_plan(limits.max_num_seqs, [(prompt_len, 1)] * count)
+    for count in sorted({1, num_decodes, *token_counts}):
+        if count <= num_decodes:
+            yield dummy_plan(limits.max_num_seqs, [(prompt_len, 1)] * count)
+        elif count <= min(limits.max_model_len - 1, limits.max_num_batched_tokens):
+            yield dummy_plan(limits.max_num_seqs, [(0, count)], SCORED)
 
 
 def dummy_plan(
