@@ -16,6 +16,7 @@ from aserve.server.json_body import read_json
 from aserve.server.logprobs import TokenNames, chat_logprobs
 from aserve.server.schema import parse_chat
 from aserve.server.state import ServerState
+from aserve.server.structured_request import prepare_grammar
 from aserve.server.usage import UsageTally
 
 
@@ -30,6 +31,7 @@ class ChatCompletions:
         state = self._state
         body = await read_json(scope, receive, state.max_body_bytes)
         fields, options = parse_chat(body, state.engine.limits.vocab_size)
+        await prepare_grammar(state.engine, options.params, body)
         kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
         head = AnswerHead("chatcmpl", kind, state.check_model(options.model), options, UsageTally(options.n))
         with blaming("messages"):

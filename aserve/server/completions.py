@@ -20,6 +20,7 @@ from aserve.server.logprobs import CompletionLogprobs, join_completion_logprobs
 from aserve.server.prompts import OnePrompt, parse_prompts
 from aserve.server.schema import AnswerOptions, parse_completion
 from aserve.server.state import ServerState
+from aserve.server.structured_request import prepare_grammar
 from aserve.server.usage import UsageTally
 
 
@@ -42,7 +43,9 @@ class Completions:
         """Answer one request."""
         state = self._state
         vocab_size = state.engine.limits.vocab_size
-        fields, options = parse_completion(await read_json(scope, receive, state.max_body_bytes), vocab_size)
+        body = await read_json(scope, receive, state.max_body_bytes)
+        fields, options = parse_completion(body, vocab_size)
+        await prepare_grammar(state.engine, options.params, body)
         head = AnswerHead("cmpl", "text_completion", state.check_model(options.model), options, UsageTally(options.n))
         prompts = parse_prompts(fields.prompt, options.n, vocab_size)
         with blaming("prompt"):

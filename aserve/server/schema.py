@@ -1,6 +1,7 @@
 """The fields of /v1/chat/completions and /v1/completions, checked and turned into what the engine takes; no I/O.
 
-``null`` means absent. Fields stand in one of three lists: those with an effect are attributes of the bodies below;
+``null`` means absent. Fields stand in one of three lists: those with an effect are attributes of the bodies below
+(those that ask for structured output are read in ``structured_request.py``);
 those in ACCEPTED_WITHOUT_EFFECT change nothing for a text model on one server; those in HARMLESS and REFUSED would
 change the answer, so their use is refused by name. Fields in no list are ignored, with one line in the debug log.
 """
@@ -17,6 +18,7 @@ from msgspec import Meta
 
 from aserve.errors import ClientError
 from aserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+from aserve.server.structured_request import GRAMMAR_FIELDS, grammar_from
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +41,13 @@ HARMLESS: dict[str, Callable[[Any], bool]] = {  # field -> is this value one tha
     "functions": lambda value: value == [],
     "tool_choice": lambda value: value in ("none", "auto"),
     "function_call": lambda value: value in ("none", "auto"),
-    "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
     "modalities": lambda value: value == ["text"],
     "suffix": lambda value: value == "",
     "use_beam_search": lambda value: value is False,
 }
 REFUSED = frozenset({
-    "audio", "bad_words", "chat_template", "documents", "ebnf", "grammar", "guided_choice", "guided_grammar",
-    "guided_json", "guided_regex", "json_schema", "logits_processors", "prompt_logprobs", "regex", "structured_outputs",
-    "truncate_prompt_tokens", "web_search_options",
+    "audio", "bad_words", "chat_template", "documents", "grammar", "guided_whitespace_pattern", "logits_processors",
+    "prompt_logprobs", "structural_tag", "truncate_prompt_tokens", "web_search_options",
 })  # fmt: skip
 
 
@@ -151,7 +151,11 @@ def parse_chat(body: Mapping[str, Any], vocab_size: int) -> tuple[ChatBody, Answ
         name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
         raise ClientError(f"{name} must be at least 1, got {max_tokens}", param=name)
     params = sampling_params(
-        fields, vocab_size, max_tokens=max_tokens, logprobs=(fields.top_logprobs or 0) if fields.logprobs else None
+        fields,
+        vocab_size,
+        max_tokens=max_tokens,
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        grammar=grammar_from(body),
     )
     return fields, _options(fields, params)
 
@@ -184,6 +188,7 @@ def parse_completion(body: Mapping[str, Any], vocab_size: int) -> tuple[Completi
         max_tokens=DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens,
         logprobs=fields.logprobs,
         prompt_logprobs=fields.logprobs if fields.echo else None,
+        grammar=grammar_from(body),
     )
     return fields, _options(fields, params)
 
@@ -195,7 +200,7 @@ def convert_body(body: Mapping[str, Any], kind: type[Body]) -> Body:
     """Return ``body`` as ``kind``; nulls count as absent."""
     fields = {name: value for name, value in body.items() if value is not None}
     _refuse_unsupported(fields)
-    known = kind.__struct_fields__
+    known = GRAMMAR_FIELDS.union(kind.__struct_fields__)
     if unknown := [name[:64] for name in fields if name not in known and name not in ACCEPTED_WITHOUT_EFFECT]:
         logger.debug("ignoring unknown fields: %s", unknown[:20])
     if isinstance(options := fields.get("stream_options"), dict):
