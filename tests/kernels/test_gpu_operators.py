@@ -21,6 +21,7 @@ from torch import Tensor
 
 from aserve.kernels.choose import choose_operators
 from aserve.kernels.gpu.gpu_operators import GpuOperators
+from aserve.kernels.gpu.rope_store import can_convert_to
 from aserve.kernels.gpu.small_linear import MAX_TOKENS, NormBefore, SmallLinear, apply_small_linear
 from aserve.kernels.gpu.small_linear_launch import SmallLinearLaunch
 from aserve.kernels.operators import HeadLayout, KVTarget, Operators
@@ -191,6 +192,18 @@ def test_eight_bit_pages_are_scaled_and_saturate(scales: tuple[float, float], is
     _, k, v = case.expect(qkv, None, still, positions)
     for pages, expected, scale in zip((target.key, target.value), (k, v), scales, strict=True):
         assert torch.equal(case.read(pages, target.slot_mapping), (expected / scale).clamp(-448, 448))
+
+
+@pytest.mark.parametrize(
+    ("capability", "can_convert"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)]
+)
+def test_eight_bit_pages_are_left_to_the_reference_where_triton_cannot_convert(
+    capability: tuple[int, int], can_convert: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its compiler lists e4m3 among the supported types from compute capability 8.9 on."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert can_convert_to(FLOAT8, torch.device("cuda")) == can_convert
+    assert can_convert_to(torch.bfloat16, torch.device("cuda"))
 
 
 def test_mixed_page_dtypes() -> None:

@@ -10,7 +10,7 @@ from aserve.kernels.gpu.launch import FLOATS, launch_options
 from aserve.kernels.operators import HeadLayout, HeadNorms, KVTarget
 
 BLOCK_HEADS = 8
-PAGE_DTYPES = (*FLOATS, torch.float8_e4m3fn)
+FLOAT8_CAPABILITY = (8, 9)  # from which on Triton converts to e4m3
 
 
 def can_store(
@@ -26,7 +26,7 @@ def can_store(
     return (
         heads.head_dim % 2 == 0
         and key.dtype == value.dtype
-        and key.dtype in PAGE_DTYPES
+        and can_convert_to(key.dtype, qkv.device)
         and key.shape == value.shape
         and key.stride() == value.stride()
         and key.stride(3) == 1
@@ -34,6 +34,13 @@ def can_store(
         and all(tensor.is_contiguous() for tensor in (cos_sin, positions, target.slot_mapping))
         and (norms is None or norms.query.dtype == norms.key.dtype == qkv.dtype)
     )
+
+
+def can_convert_to(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel on ``device`` can write pages of ``dtype``."""
+    if dtype == torch.float8_e4m3fn:
+        return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+    return dtype in FLOATS
 
 
 def rope_store(
