@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import logging
-import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -18,15 +17,15 @@ from aserve.engine.output_stream import OutputStream
 from aserve.engine.parts import EngineParts, close_unwanted, load_parts, run_in_thread
 from aserve.engine.process_tuning import ProcessTuning
 from aserve.engine.prompt_encoder import Prompt, PromptEncoder
+from aserve.engine.request_check import RequestCheck
 from aserve.engine.sink import Sink
 from aserve.engine.stats import EngineStats
 from aserve.engine.step_loop import StepLoop
 from aserve.engine.trace import TraceRing, default_trace_path, make_scheduler
-from aserve.errors import AserveError, CapacityError, ClientError, EngineDeadError
+from aserve.errors import AserveError, CapacityError, EngineDeadError
 from aserve.metrics import Metrics
 from aserve.request import FinishReason, Request, RequestOutput, SamplingParams
 from aserve.runner.base import ModelRunner
-from aserve.scheduler.admission import check_length, check_tokens
 from aserve.scheduler.limits import Limits
 from aserve.tokenizer.tokenizer import Tokenizer
 
@@ -60,7 +59,7 @@ class AsyncEngine:
         self._grammars: GrammarQueue | None = None
         self._steps: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._checked_prompt: tuple[int, ...] = ()  # the newest whose tokens are right
+        self._check: RequestCheck | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._tuning = ProcessTuning()
         self._is_started = False
@@ -155,6 +154,7 @@ class AsyncEngine:
             num_waiting=lambda: scheduler.num_waiting,
         )
         self._grammars = GrammarQueue(parts.compiler)
+        self._check = RequestCheck(limits)
         self._steps = StepLoop(
             scheduler, parts.runner, self.metrics, trace, overlap=self.config.overlap, tuning=self._tuning
         )
@@ -279,15 +279,8 @@ class AsyncEngine:
         Raises ClientError (the request is wrong or can never fit), CapacityError or EngineDeadError.
         """
         steps = self._check_accepting()
-        self._check_request(request, steps)
-        changes: dict[str, Any] = {}
-        if request.params.seed is None:  # resolved here, so that a trace can be replayed
-            changes["params"] = dataclasses.replace(request.params, seed=secrets.randbits(63))
-        if type(request.prompt_token_ids) is not tuple:  # the trace writes no other type
-            changes["prompt_token_ids"] = tuple(request.prompt_token_ids)
-        if not request.arrival_time_s:
-            changes["arrival_time_s"] = time.monotonic()
-        request = dataclasses.replace(request, **changes) if changes else request
+        assert self._check is not None
+        request = self._check.admit(request, steps.streams)
         steps.add(request, OutputStream(request, sink, self.tokenizer, self.metrics))
 
     def abort(self, request_id: str) -> bool:
@@ -360,19 +353,6 @@ class AsyncEngine:
         if self._is_draining:
             raise CapacityError("the server is shutting down")
         return self._running_steps()
-
-    def _check_request(self, request: Request, steps: StepLoop) -> None:
-        """Look at each token of a prompt once, though the choices of a request bring it again and again."""
-        if request.request_id in steps.streams:
-            raise ClientError(f"request id {request.request_id!r} is in use", param="request_id")
-        check_length(request, self.limits)
-        prompt = request.prompt_token_ids
-        if prompt is self._checked_prompt:
-            return
-        if not {int}.issuperset(map(type, prompt)):
-            raise ClientError("the prompt must be a list of integers", param="prompt")
-        check_tokens(prompt, self.limits)
-        self._checked_prompt = prompt
 
     def _fail(self, error: Exception) -> None:
         """End every open request with the failure of a step, and leave a trace."""

@@ -370,7 +370,7 @@ async def test_choices_check_their_common_prompt_once(monkeypatch):
         checked.append(len(prompt))
         check_tokens(prompt, limits)
 
-    monkeypatch.setattr("aserve.engine.async_engine.check_tokens", note)
+    monkeypatch.setattr("aserve.engine.request_check.check_tokens", note)
     monkeypatch.setattr("aserve.scheduler.scheduler.check_tokens", note)
     async with running_engine(ScriptedRunner(LIMITS, letters)) as engine:
         prompts = [tuple([97 + number] * 300) for number in range(2)]
