@@ -160,7 +160,8 @@ def build_cuda_runner(
         free_bytes, total_bytes = torch.cuda.mem_get_info(parts.device)
         raise ConfigError(
             f"out of GPU memory while starting: {free_bytes / GIB:.2f} of {total_bytes / GIB:.2f} GiB are free; lower "
-            f"kv_memory_fraction, max_num_seqs or max_num_batched_tokens ({error})"
+            "kv_memory_fraction (kv_memory_gib or num_pages, if one is set), max_num_seqs or max_num_batched_tokens "
+            f"({error})"
         ) from error
 
 
