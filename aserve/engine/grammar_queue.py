@@ -3,18 +3,20 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from aserve.errors import CapacityError
+from aserve.errors import CapacityError, ClientError
 from aserve.request import GrammarSpec
 from aserve.structured.compile import GrammarCompiler
+from aserve.structured.trial import GrammarTrial
 
 MAX_PENDING = 64
 
 
 class GrammarQueue:
-    """One thread that compiles what is not at hand, in the order of arrival."""
+    """One thread that compiles what is not at hand, in the order of arrival; what clients wrote is tried first."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
+        self._trial: GrammarTrial | None = None  # made when first needed
         self._num_pending = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aserve-grammar")
 
@@ -29,10 +31,25 @@ class GrammarQueue:
             raise CapacityError(f"{self._num_pending} grammars are waiting to be compiled already")
         self._num_pending += 1
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._compiler.compile, spec)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._try_and_compile, spec)
         finally:
             self._num_pending -= 1
 
     def close(self) -> None:
-        """Drop what waits and release what the compiler holds. Blocks for the one in progress."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Drop what waits and what is in progress."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._trial is not None:
+            self._trial.close()
+        self._thread.shutdown(wait=True)
+
+    def _try_and_compile(self, spec: GrammarSpec) -> None:
+        if self._compiler.find(spec) is not None:  # by a job before
+            return
+        if spec.kind != "json_object":
+            self._trial = self._trial or GrammarTrial(self._compiler.token_bytes())
+            try:
+                self._trial.check(spec)
+            except ClientError as error:
+                self._compiler.refuse(spec, error)
+                raise
+        self._compiler.compile(spec)

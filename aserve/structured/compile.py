@@ -1,7 +1,7 @@
 """From a grammar's text to what rows can follow, once for each grammar.
 
-What is compiled is checked first: sizes in ``request.py``, form in ``grammar_text.py``. Compiling blocks, so
-callers do it off the event loop.
+Sizes are checked in ``request.py``, form in ``grammar_text.py``. Compiling blocks, so callers do it off the event
+loop; what comes from clients is tried in a process of its own first (``trial.py``).
 """
 
 import threading
@@ -15,24 +15,34 @@ from numpy.typing import NDArray
 from aserve.errors import ClientError
 from aserve.request import GrammarSpec
 from aserve.structured.grammar_text import to_llguidance
-from aserve.structured.vocabulary import build_vocabulary
+from aserve.structured.vocabulary import TokenBytes, build_vocabulary
 from aserve.tokenizer.tokenizer import Tokenizer
 
-MAX_CACHED = 512  # grammars, and as many refusals
+MAX_CACHED = 256  # grammars and refusals
 NOTHING_FITS = "no output of this model can match the grammar"
-LIMITS = LLParserLimits(verbose_errors=False)
+LIMITS = LLParserLimits(  # for one mask, tens of milliseconds; for one grammar, tens of MB
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+MAX_MESSAGE_CHARS = 500
 
 
 class CompiledGrammar:
     """A grammar over one vocabulary. Immutable; any number of rows may follow it at once."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        """Take over a ``matcher`` at its start. Raises ClientError if no output can begin."""
-        self._matcher = matcher
-        self.first_mask: NDArray[np.int32] = allocate_token_bitmask(1, vocab_size)[0]  # [ceil(V / 32)]
-        fill_next_token_bitmask(matcher, self.first_mask[np.newaxis])
-        if matcher.is_stopped() and not matcher.is_accepting():
+    def __init__(self, spec: GrammarSpec, vocabulary: LLTokenizer) -> None:
+        """Raises ClientError if ``spec`` cannot be used or no output can begin."""
+        self._matcher = LLMatcher(vocabulary, to_llguidance(spec), log_level=0, limits=LIMITS)
+        if error := self._matcher.get_error():
+            raise ClientError(f"the {spec.kind} cannot be used: {first_lines(error)}", param="grammar")
+        masks = allocate_token_bitmask(1, vocabulary.vocab_size)
+        fill_next_token_bitmask(self._matcher, masks)
+        if self._matcher.is_stopped() and not self._matcher.is_accepting():
             raise ClientError(NOTHING_FITS, param="grammar")
+        self.first_mask: NDArray[np.int32] = masks[0]  # [ceil(V / 32)]
 
     def start(self) -> LLMatcher:
         """Return a matcher of one's own, at the beginning."""
@@ -40,7 +50,7 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer and remembers what it made and what it refused. Safe to use from several threads."""
+    """Compiles for one tokenizer and remembers what it made and what was refused. Safe to use from several threads."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_token_ids = tokenizer.eos_token_ids
@@ -49,6 +59,10 @@ class GrammarCompiler:
         self._vocabulary_lock = threading.Lock()
         self._cache: OrderedDict[GrammarSpec, CompiledGrammar | ClientError] = OrderedDict()
         self._cache_lock = threading.Lock()
+
+    def token_bytes(self) -> TokenBytes:
+        """Return the tokens that it compiles for."""
+        return TokenBytes.of(self._tokenizer)
 
     def find(self, spec: GrammarSpec) -> CompiledGrammar | None:
         """Return what ``spec`` was compiled to, None if it is not at hand; raises ClientError if it was refused."""
@@ -65,24 +79,21 @@ class GrammarCompiler:
         if (found := self.find(spec)) is not None:
             return found
         try:
-            compiled = self._build(spec)
+            compiled = CompiledGrammar(spec, self._load_vocabulary())
         except ClientError as error:
-            self._remember(spec, error)
+            self.refuse(spec, error)
             raise
         self._remember(spec, compiled)
         return compiled
 
-    def _build(self, spec: GrammarSpec) -> CompiledGrammar:
-        text = to_llguidance(spec)
-        matcher = LLMatcher(self._load_vocabulary(), text, log_level=0, limits=LIMITS)
-        if error := matcher.get_error():
-            raise ClientError(f"the {spec.kind} cannot be used: {first_lines(error)}", param="grammar")
-        return CompiledGrammar(matcher, self._tokenizer.vocab_size)
+    def refuse(self, spec: GrammarSpec, error: ClientError) -> None:
+        """Remember that ``spec`` cannot be used."""
+        self._remember(spec, error)
 
     def _load_vocabulary(self) -> LLTokenizer:
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = build_vocabulary(self._tokenizer)
+                self._vocabulary = build_vocabulary(self.token_bytes(), self._tokenizer.encode_fragment)
             return self._vocabulary
 
     def _remember(self, spec: GrammarSpec, result: CompiledGrammar | ClientError) -> None:
@@ -96,4 +107,4 @@ class GrammarCompiler:
 def first_lines(error: str) -> str:
     """Return what is fit for a client: the beginning of llguidance's message, without its picture of the state."""
     text = error.split("\n<")[0].strip()
-    return text if len(text) <= 500 else f"{text[:500]}..."
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}..."
