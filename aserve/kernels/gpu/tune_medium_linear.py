@@ -113,7 +113,7 @@ def _tune(layer: LayerShape, case: MediumLinearCase, num_tokens: int, prints_all
     for launch in candidates(shape):
         try:
             times_us[launch] = case.time_launch(num_tokens, launch)
-        except (ArithmeticError, OutOfResources) as error:
+        except (ArithmeticError, OutOfResources, RuntimeError) as error:
             yield f"# failed: {_format(launch)}: {error}"
     if prints_all:
         yield from (f"# {num_tokens} tokens {time_us:.2f} us {_format(launch)}" for launch, time_us in times_us.items())
