@@ -67,6 +67,9 @@ class EngineConfig:
     kv_memory_fraction: float = option(0.9, "share of the GPU's memory for weights, graphs and KV pages")
     num_pages: int | None = option(None, "number of KV pages, instead of the two settings above")
     prefix_cache: bool = option(True, "keep finished KV pages for prompts with the same beginning")
+    kv_lease_fraction: float = option(
+        0.5, "share of the KV pages that open conversations may keep until their next turn; they give way to requests"
+    )
     overlap: bool = option(True, "prepare the next step while the device executes one")
     policy: Literal["fcfs", "priority"] = option("fcfs", "order in which waiting requests start")
     max_queued_requests: int = option(1024, "requests that may wait; more are refused with 503")
@@ -220,6 +223,8 @@ def _check_range(name: str, key: str, value: Any) -> None:
         raise ConfigError(f"{name} must not be negative, got {value!r}")
     if key in BETWEEN and not BETWEEN[key][0] <= value <= BETWEEN[key][1]:
         raise ConfigError(f"{name} must be between {BETWEEN[key][0]} and {BETWEEN[key][1]}, got {value!r}")
+    if key == "kv_lease_fraction" and not 0 <= value <= 1:
+        raise ConfigError(f"{name} must be in [0, 1], got {value!r}")
     if key == "kv_memory_fraction" and not 0 < value <= 1:
         raise ConfigError(f"{name} must be in (0, 1], got {value!r}")
 

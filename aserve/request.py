@@ -179,6 +179,7 @@ class Request:
     params: SamplingParams
     priority: int = 0
     arrival_time_s: float = 0.0  # time.monotonic()
+    lease: str | None = None  # whose conversation it is: its pages stay locked until the holder's next turn
 
 
 @dataclass(frozen=True, slots=True)

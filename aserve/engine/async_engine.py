@@ -19,6 +19,7 @@ from aserve.engine.process_tuning import ProcessTuning
 from aserve.engine.prompt_encoder import Prompt, PromptEncoder
 from aserve.engine.request_check import RequestCheck
 from aserve.engine.sink import Sink
+from aserve.engine.stall_watch import StallWatch
 from aserve.engine.stats import EngineStats
 from aserve.engine.step_loop import StepLoop
 from aserve.engine.trace import TraceRing, default_trace_path, make_scheduler
@@ -32,7 +33,6 @@ from aserve.tokenizer.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-WATCH_INTERVAL_S = 0.5
 
 
 class AsyncEngine:
@@ -60,12 +60,11 @@ class AsyncEngine:
         self._steps: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._check: RequestCheck | None = None
-        self._watch: asyncio.TimerHandle | None = None
+        self._watch: StallWatch | None = None
         self._tuning = ProcessTuning()
         self._is_started = False
         self._is_draining = False
         self._is_stopped = False
-        self._is_stall_reported = False
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -143,6 +142,7 @@ class AsyncEngine:
             "prefix_cache": self.config.prefix_cache,
             "policy": self.config.policy,
             "max_queued_requests": self.config.max_queued_requests,
+            "lease_fraction": self.config.kv_lease_fraction,
         }
         scheduler = make_scheduler(settings)
         trace = TraceRing(scheduler, settings, self.config.trace_steps)
@@ -161,7 +161,7 @@ class AsyncEngine:
         self.metrics.model_name = parts.model_name
         self.metrics.add_source(lambda: self.stats().gauges())
         self._task = asyncio.create_task(self._steps.run(self._fail), name="aserve-step-loop")
-        self._watch_steps()
+        self._watch = StallWatch(self._steps.waited_s, self.config.step_timeout_s, self._try_dump_trace)
         logger.info("%s is ready: %s", parts.model_name, limits)
 
     async def stop(self) -> None:
@@ -170,7 +170,7 @@ class AsyncEngine:
             return
         self._is_stopped = True
         if self._watch is not None:
-            self._watch.cancel()
+            self._watch.stop()
         if self._steps is None or self._task is None:
             return
         self._steps.stop()
@@ -257,8 +257,7 @@ class AsyncEngine:
 
         Messages go through the chat template, which gets ``tools`` and the variables ``template_kwargs``;
         ``continue_final_message`` leaves the last one open instead of starting an answer. Raises ClientError for what
-        cannot be encoded or is too long, and CapacityError if as many as the queue holds wait for a thread or the
-        device already.
+        cannot be encoded or is too long, and CapacityError if as many as the queue holds wait already.
         """
         return await self.prompts.encode(prompt, tools, continue_final_message, template_kwargs)
 
@@ -291,6 +290,11 @@ class AsyncEngine:
         self.metrics.num_aborts += 1
         stream.abort(time.monotonic())
         return True
+
+    def end_lease(self, holder: str) -> None:
+        """Give up the pages that were kept for ``holder``, the ``lease`` of its requests. Idempotent."""
+        if self._steps is not None and self.failure is None:  # after a failure the scheduler cannot be trusted
+            self._steps.end_lease(holder)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the open ones; fail those still open after ``timeout_s``.
@@ -357,6 +361,8 @@ class AsyncEngine:
     def _fail(self, error: Exception) -> None:
         """End every open request with the failure of a step, and leave a trace."""
         self.failure = error
+        if self._watch is not None:
+            self._watch.stop()
         dead = EngineDeadError(f"the engine has failed: {error}")
         dead.__cause__ = error
         self._fail_open(dead, FinishReason.ERROR)
@@ -373,15 +379,6 @@ class AsyncEngine:
             if stream is not None and not stream.is_finished:
                 self.metrics.num_aborts += reason is FinishReason.ABORT
                 stream.break_off(error, now, reason)
-
-    def _watch_steps(self) -> None:
-        """Look now and then whether the device still makes progress; report a stall once."""
-        if self.is_stalled and not self._is_stall_reported and self.is_alive:
-            logger.error("a step has not completed for %g s", self.config.step_timeout_s)
-            self._try_dump_trace()
-        self._is_stall_reported = self.is_stalled
-        interval_s = min(WATCH_INTERVAL_S, self.config.step_timeout_s / 4)
-        self._watch = asyncio.get_running_loop().call_later(interval_s, self._watch_steps)
 
     def _try_dump_trace(self) -> None:
         try:

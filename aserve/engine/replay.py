@@ -97,6 +97,8 @@ class _Replay:
             self.num_requests += 1
             request = self._request(event["add"])
             return lambda: self._ignore(scheduler.add(request))  # type: ignore[func-returns-value]
+        if "end_lease" in event:
+            return lambda: self._ignore(scheduler.end_lease(event["end_lease"]))  # type: ignore[func-returns-value]
         self.num_aborts += 1
         request_id, reason = event["abort"], FinishReason(event["reason"])
         return lambda: self._ignore(scheduler.abort(request_id, reason))

@@ -30,6 +30,7 @@ class EngineStats:
             "kv_pages_free": pages.num_free_pages,
             "kv_pages_cached": pages.num_cached_pages,
             "kv_pages_held": pages.num_held_pages,
+            "kv_pages_leased": pages.num_leased_pages,
             "kv_cache_usage_ratio": pages.num_held_pages / pages.num_pages,
             "prefix_cache_queries_total": pages.num_prefix_tokens_queried,
             "prefix_cache_hits_total": pages.num_prefix_tokens_hit,

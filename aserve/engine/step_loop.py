@@ -112,6 +112,12 @@ class StepLoop:
             self.is_empty.set()
         return stream
 
+    def end_lease(self, holder: str) -> None:
+        """Give up the pages that are kept for ``holder``."""
+        self.scheduler.end_lease(holder)
+        self.trace.record_lease_end(holder)
+        self._events.set()
+
     def stop(self) -> None:
         """Let ``run`` return at its next turn."""
         self._is_stopping = True

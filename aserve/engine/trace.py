@@ -90,6 +90,10 @@ class TraceRing:
         """Record an abort."""
         self._append({"abort": request_id, "reason": reason})
 
+    def record_lease_end(self, holder: str) -> None:
+        """Record that a holder of pages is gone."""
+        self._append({"end_lease": holder})
+
     def record_plan(self, plan: StepPlan | None) -> None:
         """Record what ``schedule`` answered."""
         self._append({"plan": plan_facts(plan)})

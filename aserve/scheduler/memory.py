@@ -6,17 +6,19 @@ write is given back only once that step is committed.
 
 from collections.abc import Iterable
 
+from aserve.cache.lease_table import LeaseTable
 from aserve.cache.prefix_cache import PrefixCache
 from aserve.cache.radix_tree import RadixNode
 from aserve.scheduler.limits import Limits
-from aserve.scheduler.sequence import Sequence
+from aserve.scheduler.sequence import Sequence, Status
 
 
 class SequenceMemory:
     """Gives rows and pages to sequences and collects the page table's changes for the next plan."""
 
-    def __init__(self, limits: Limits, *, prefix_cache: bool) -> None:
+    def __init__(self, limits: Limits, *, prefix_cache: bool, lease_fraction: float = 0.0) -> None:
         self.cache = PrefixCache(limits.num_pages, limits.page_size, is_enabled=prefix_cache)
+        self.leases = LeaseTable(self.cache, int(limits.num_pages * lease_fraction))
         self.num_tokens_queried = 0
         self.num_tokens_hit = 0
         self._page_size = limits.page_size
@@ -42,7 +44,8 @@ class SequenceMemory:
         node, pages = self.cache.match(seq.token_ids, num_tokens - 1 if use_prefix else 0)
         self.cache.lock(node)
         num_new = -(-num_tokens // self._page_size) - len(pages)
-        fits = num_new + num_spare_pages <= self.cache.num_available
+        fits = self.leases.make_room(num_new + num_spare_pages)
+        self.leases.is_paused = not fits
         new_pages = self.cache.allocate(num_new) if fits else None
         if new_pages is None:
             self.cache.unlock(node)
@@ -60,6 +63,7 @@ class SequenceMemory:
 
     def extend(self, seq: Sequence) -> bool:
         """Give ``seq`` one more page; False if there is none."""
+        self.leases.make_room(1)
         pages = self.cache.allocate(1)
         if pages is None:
             return False
@@ -115,10 +119,12 @@ class SequenceMemory:
     def release(self, seq: Sequence, *, keep: bool = True) -> None:
         """Take back the row and all pages of ``seq``, which no launched step may contain.
 
-        With ``keep`` its full pages stay findable until evicted.
+        With ``keep`` its full pages stay findable until evicted, and locked if it ended with a lease.
         """
         if keep:
             self.publish(seq)
+        if keep and seq.status is Status.FINISHED and seq.request.lease is not None:
+            self.leases.hold(seq.request.lease, seq.node, seq.num_shared_pages)
         self.cache.unlock(seq.node)
         self.cache.free(seq.pages[seq.num_shared_pages :])
         self.cache.free(page for _, page in seq.repointed)
@@ -144,7 +150,7 @@ class SequenceMemory:
             self.cache.free(self._duplicates.pop(0)[1])
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless rows, pages and locks are exactly those of ``running`` and what still retires."""
+        """Raise AssertionError unless rows, pages and locks are those of ``running``, of leases and of what retires."""
         holders = [*running, *(seq for seq, _ in self._retiring)]
         rows = [*self._free_rows, *(seq.row for seq in holders)]
         assert sorted(rows) == list(range(self._num_rows)), "a row has two owners or none"
@@ -161,6 +167,11 @@ class SequenceMemory:
                 shared[:0] = node.pages
                 node = node.parent
             assert shared == seq.pages[: seq.num_shared_pages], "shared pages are not those of the locked path"
+        for leased in self.leases.nodes():
+            node = leased
+            while node is not None:
+                locks[id(node)] = locks.get(id(node), 0) + 1
+                node = node.parent
         self.cache.check_integrity(owned)
         for known in (self.cache.root, *self.cache.tree.nodes()):
             assert known.num_locks == locks.get(id(known), 0), "a lock has no holder, or a holder no lock"

@@ -39,6 +39,7 @@ class Scheduler:
         prefix_cache: bool = True,
         policy: str = "fcfs",
         max_queued_requests: int = 1024,
+        lease_fraction: float = 0.0,
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
         self.limits = limits
@@ -46,7 +47,7 @@ class Scheduler:
         self._rank = POLICIES.load(policy)
         self._max_queued_requests = max_queued_requests
         self._fresh_seed = fresh_seed
-        self._memory = SequenceMemory(limits, prefix_cache=prefix_cache)
+        self._memory = SequenceMemory(limits, prefix_cache=prefix_cache, lease_fraction=lease_fraction)
         self._planner = StepPlanner(limits, self._memory)
         self._sequences: dict[str, Sequence] = {}  # all unfinished
         self._flights: deque[Flight] = deque()
@@ -94,6 +95,7 @@ class Scheduler:
             num_free_pages=cache.num_free,
             num_cached_pages=cache.num_cached,
             num_held_pages=cache.num_pages - cache.num_available,
+            num_leased_pages=self._memory.leases.num_pages,
             num_preemptions=self._planner.num_preemptions,
             num_prefix_tokens_queried=self._memory.num_tokens_queried,
             num_prefix_tokens_hit=self._memory.num_tokens_hit,
@@ -114,6 +116,8 @@ class Scheduler:
         seq = self._make_sequence(request)
         self._sequences[request.request_id] = seq
         self._planner.enter(seq)
+        if request.lease is not None:
+            self._memory.leases.open(request.lease)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request at once; no delta follows. False if it has ended already or was never known."""
@@ -122,6 +126,10 @@ class Scheduler:
             return False
         self._finish(seq, reason)
         return True
+
+    def end_lease(self, holder: str) -> None:
+        """Give up what ``holder`` has leased; its requests that still run leave nothing behind. Idempotent."""
+        self._memory.leases.close(holder)
 
     def schedule(self) -> StepPlan | None:
         """Return the next plan to launch; None if there is nothing to do before a plan in flight is committed."""
@@ -163,7 +171,8 @@ class Scheduler:
             assert seq.status is not Status.DRAINING or self._flights, "a sequence waits for a step that is not there"
         if not self.has_unfinished and not self._flights:
             cache = self._memory.cache
-            assert cache.num_available == cache.num_pages, "pages are held though nothing runs"
+            num_held = cache.num_pages - cache.num_available
+            assert num_held <= self._memory.leases.num_pages, "pages are held though nothing runs"
 
     def _make_sequence(self, request: Request) -> Sequence:
         params = request.params

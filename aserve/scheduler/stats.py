@@ -13,7 +13,8 @@ class SchedulerStats:
     num_pages: int
     num_free_pages: int
     num_cached_pages: int  # kept for prompts with the same beginning, evicted on demand
-    num_held_pages: int  # used by sequences
+    num_held_pages: int  # used by sequences, or leased
+    num_leased_pages: int  # locked for open conversations; those that two of them share count twice
     num_preemptions: int
     num_prefix_tokens_queried: int  # tokens of admitted sequences that were looked up in the prefix cache
     num_prefix_tokens_hit: int

@@ -16,7 +16,7 @@ from aserve.server.response_events import ResponseStatus, payload_of
 from aserve.server.response_input import unsupported
 from aserve.server.response_run import ResponseRun, socket_frames
 from aserve.server.response_schema import ResponseRequest, parse_create, read_resume
-from aserve.server.response_start import new_live, new_run, previous_not_found
+from aserve.server.response_start import new_id, new_live, new_run, previous_not_found
 from aserve.server.state import ServerState
 from aserve.server.stream_sink import Outlet
 
@@ -57,6 +57,7 @@ class Lane:
     stream_id: str | None
     owner: LaneOwner
     latest: KeptResponse | None = None
+    lease: str = field(default_factory=lambda: new_id("lane"))
     queue: deque[QueuedCreate] = field(default_factory=deque)
     current: QueuedCreate | None = None  # whose turn it is
     running: ResponseRun | None = None
@@ -109,9 +110,9 @@ class Lane:
         state, outlet = self.owner.state, self.owner.outlet
         live: LiveResponse | None = None
         if request.is_resumable:
-            live, run = new_live(state, request)
+            live, run = new_live(state, request, self.lease)
         else:
-            run = new_run(state, request, outlet, socket_frames, self.stream_id)
+            run = new_run(state, request, outlet, socket_frames, self.stream_id, self.lease)
         if create.is_cancelled:
             run.cancel()
         self.running = run
@@ -157,6 +158,12 @@ class Lane:
     def _forget(self, response_id: object) -> None:
         if self.latest is not None and self.latest.response_id == response_id:
             self.latest = None
+            self.owner.state.engine.end_lease(self.lease)
+
+    def close(self) -> None:
+        """Give up what was kept for a next turn."""
+        self.latest = None
+        self.owner.state.engine.end_lease(self.lease)
 
 
 async def follow(live: LiveResponse, outlet: Outlet, start: int, stream_id: str | None) -> None:

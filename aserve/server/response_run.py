@@ -28,8 +28,8 @@ class ResponseRun:
     """
 
     __slots__ = (
-        "_engine", "_frame", "_held_logprobs", "_history", "_is_cancelled", "_is_submitted", "_last", "_names",
-        "_on_end", "_on_written", "_outlet", "_output_ids", "_prompt", "_request", "_sink", "_texts", "_written",
+        "_engine", "_frame", "_held_logprobs", "_history", "_is_cancelled", "_is_submitted", "_last", "_lease",
+        "_names", "_on_end", "_on_written", "_outlet", "_output_ids", "_prompt", "_request", "_sink", "_texts", "_written",
         "error", "events", "status",
     )  # fmt: skip
 
@@ -43,6 +43,7 @@ class ResponseRun:
         frame: Framing,
         on_end: Callable[["ResponseRun"], None],
         on_written: Callable[[], None] = lambda: None,
+        lease: str | None = None,
     ) -> None:
         self.events = events
         self.status = ResponseStatus.IN_PROGRESS
@@ -53,6 +54,7 @@ class ResponseRun:
         self._frame = frame
         self._on_end = on_end
         self._on_written = on_written
+        self._lease = lease
         self._names = TokenNames(engine.tokenizer, hides_special=request.params.skip_special_tokens)
         self._sink: StreamSink | None = StreamSink(outlet, self, self._note_end)
         self._written = asyncio.Event()
@@ -177,6 +179,7 @@ class ResponseRun:
             params=self._request.params,
             priority=self._request.priority,
             arrival_time_s=time.monotonic(),
+            lease=self._lease,
         )
         assert self._sink is not None
         self._engine.add(request, self._sink)

@@ -14,14 +14,23 @@ from aserve.server.stream_sink import Outlet
 
 
 def new_run(
-    state: ServerState, request: ResponseRequest, outlet: Outlet, frame: Framing, stream_id: str | None = None
+    state: ServerState,
+    request: ResponseRequest,
+    outlet: Outlet,
+    frame: Framing,
+    stream_id: str | None = None,
+    lease: str | None = None,
 ) -> ResponseRun:
-    """Return a run that ends with its client."""
+    """Return a run that ends with its client; its KV pages are kept for the next turn of ``lease``."""
     events = _new_events(state, request, stream_id)
-    return ResponseRun(request, events, state.engine, outlet, frame=frame, on_end=_Archiving(state, request))
+    return ResponseRun(
+        request, events, state.engine, outlet, frame=frame, on_end=_Archiving(state, request), lease=lease
+    )
 
 
-def new_live(state: ServerState, request: ResponseRequest) -> tuple[LiveResponse, ResponseRun]:
+def new_live(
+    state: ServerState, request: ResponseRequest, lease: str | None = None
+) -> tuple[LiveResponse, ResponseRun]:
     """Return a run that writes into a log. Its events are framed for HTTP and name no lane: readers add theirs."""
     events = _new_events(state, request, None)
     response_id = events.response_id
@@ -34,6 +43,7 @@ def new_live(state: ServerState, request: ResponseRequest) -> tuple[LiveResponse
         frame=sse_frames,
         on_end=_Archiving(state, request),
         on_written=lambda: state.live_responses.note_end(response_id),
+        lease=lease,
     )
     return live, live.run
 

@@ -73,6 +73,8 @@ class ResponsesSession:
         self.outlet.close()
         for task in self._running:
             task.cancel()
+        for lane in self._lanes.values():
+            lane.close()
         self._lanes.clear()  # they refer back to this session, with all that was said in them
 
     def begin_drain(self) -> None:
