@@ -36,7 +36,7 @@ class Body:
         backend.prepare_replay(plan, lens)
         self._run(shape, plan)  # compiles and loads what is new, which a capture cannot
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             self._run(shape, plan)
         return CapturedBody(graph, shape, plan)
 

@@ -96,7 +96,8 @@ class CudaAssembly:
     def _run_largest(self, body: Body) -> None:
         """Run the largest step without a graph, as one that fits into none would be."""
         num_tokens, most = self._parts.max_num_tokens, self._parts.max_model_len
-        spans = [min(most, num_tokens - start) for start in range(0, num_tokens, most)][: self._parts.max_num_seqs]
+        spans = [min(most, num_tokens - start) for start in range(0, num_tokens, most)]
+        spans = spans[: min(self._parts.max_num_seqs, MAX_CHUNKS)]
         plan = dummy_plan(self._parts.max_num_seqs, [(0, span) for span in spans])
         plan.num_decodes = 0
         shape = exact_shape(plan)
@@ -156,7 +157,9 @@ def build_cuda_runner(
     try:
         assembly = CudaAssembly(config, parts, eos_token_ids, compiler)
         return assembly.finish(with_pool(config, parts, layout, assembly.measure()))
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:  # what is not torch's own allocation has no class of its own for this
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error).lower():
+            raise
         free_bytes, total_bytes = torch.cuda.mem_get_info(parts.device)
         raise ConfigError(
             f"out of GPU memory while starting: {free_bytes / GIB:.2f} of {total_bytes / GIB:.2f} GiB are free; lower "

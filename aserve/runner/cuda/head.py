@@ -31,9 +31,9 @@ class Head:
         self.score_and_sample(size)  # compiles and loads what is new, which a capture cannot
         sampling, scoring = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
-        with torch.cuda.graph(sampling, pool=pool, stream=stream):
+        with torch.cuda.graph(sampling, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.score_and_sample(size)
-        with torch.cuda.graph(scoring, pool=pool, stream=stream):
+        with torch.cuda.graph(scoring, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.score(size)
         return CapturedHead(sampling, scoring)
 

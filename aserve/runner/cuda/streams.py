@@ -45,14 +45,11 @@ class UploadSlots:
         self._compute = compute
         self._upload = torch.cuda.Stream(device)
         self._slots = deque(self._allocate(layout.num_words + num_spare_words) for _ in range(NUM_SLOTS))
-        self.num_waits = 0  # times the host came round before a copy was done
 
     def acquire(self, num_words: int) -> UploadSlot:
         """Return the next slot, with room for ``num_words``; its pinned memory may be written."""
         slot = self._slots.popleft()
-        if not slot.copied.query():
-            self.num_waits += 1
-            slot.copied.synchronize()
+        slot.copied.synchronize()
         if num_words > len(slot.words):
             slot = self._allocate(1 << (num_words - 1).bit_length())
         self._slots.append(slot)
@@ -75,7 +72,6 @@ class UploadSlots:
 
     def _allocate(self, num_words: int) -> UploadSlot:
         host = torch.empty(num_words, dtype=torch.int32, pin_memory=True)
-        # Zeros: memory of the compute stream must not be handed to the upload stream before its last use is over.
         with torch.cuda.stream(self._upload):
             device = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         device.record_stream(self._compute)
