@@ -9,6 +9,8 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from aserve.errors import ClientError
 from aserve.tokenizer.tokenizer import Tokenizer
 
+MAX_CUT_CHARS = 1024  # of forced text, which is cut again for each token; what is further away does not matter yet
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
@@ -78,10 +80,15 @@ class _Words:
         """
         if isinstance(text, bytes):
             raise TypeError("TokenizerWrapper asks first whether bytes will do")
-        token_ids = self._cut(text) if self._cut is not None else []
-        if not self._spells(token_ids, text):
-            token_ids = self.vocabulary.greedy_tokenize(text) if self.vocabulary is not None else []
+        near, far = text[:MAX_CUT_CHARS], text[MAX_CUT_CHARS:]
+        token_ids = self._cut(near) if self._cut is not None else []
+        if not self._spells(token_ids, near):
+            token_ids = self._cut_greedily(near)
+        token_ids += self._cut_greedily(far)
         return token_ids if self._spells(token_ids, text) else []
+
+    def _cut_greedily(self, text: str) -> list[int]:
+        return self.vocabulary.greedy_tokenize(text) if text and self.vocabulary is not None else []
 
     def _spells(self, token_ids: list[int], text: str) -> bool:
         size = len(self.tokens)

@@ -1,0 +1,119 @@
+"""B41: what would hang, crash or fill the memory ends in a process of its own, and the next grammar is fine."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from doubles_http import demo_tokenizer
+
+from aserve.errors import CapacityError, ClientError
+from aserve.request import GrammarSpec
+from aserve.structured.trial import GrammarTrial
+from aserve.structured.vocabulary import TokenBytes
+
+GOOD = GrammarSpec("regex", "[a-z]+")
+CHAIN = "\n".join(["start: r0", *(f'r{i}: r{i + 1} "x"' for i in range(5000)), 'r5000: "a"'])
+
+
+@pytest.fixture(scope="module")
+def trial() -> Iterator[GrammarTrial]:
+    trial = GrammarTrial(TokenBytes.of(demo_tokenizer()))
+    yield trial
+    trial.close()
+
+
+def nested_choice(depth: int) -> dict[str, object]:
+    if depth == 0:
+        return {"type": "string"}
+    inner = nested_choice(depth - 1)
+    return {"oneOf": [{"type": "object", "properties": {name: inner}} for name in "ab"]}
+
+
+def test_a_good_grammar_passes_and_a_bad_one_says_why(trial: GrammarTrial) -> None:
+    trial.check(GOOD)
+    with pytest.raises(ClientError, match="unclosed character class"):
+        trial.check(GrammarSpec("regex", "["))
+    trial.check(GrammarSpec("json_schema", json.dumps({"enum": [f"word{i:06d}" for i in range(4500)]})))
+
+
+def test_a_grammar_that_overflows_the_stack_is_refused(trial: GrammarTrial) -> None:
+    with pytest.raises(ClientError, match="too complex") as caught:
+        trial.check(GrammarSpec("lark", CHAIN))
+    assert caught.value.code == "grammar_too_complex"
+    trial.check(GOOD)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GrammarSpec("json_schema", json.dumps(nested_choice(10))),
+        GrammarSpec("json_schema", '{"type": "integer", "multipleOf": 1000000007}'),
+        GrammarSpec("regex", "[a-z]?" * 9000 + "x"),
+        GrammarSpec("lark", "start: " + '"a"?' * 10_000),
+    ],
+    ids=["oneOf", "multipleOf", "optional classes", "optional strings"],
+)
+def test_what_takes_long_is_refused_within_the_deadline(trial: GrammarTrial, spec: GrammarSpec) -> None:
+    trial.check(GOOD)
+    started_s = time.monotonic()
+    with pytest.raises(ClientError):
+        trial.check(spec)
+    assert time.monotonic() - started_s < 15
+    trial.check(GOOD)
+
+
+def test_a_process_that_uses_up_its_time_is_ended_by_the_system(trial: GrammarTrial) -> None:
+    trial.check(GOOD)
+    assert trial._process is not None
+    process_id = trial._process.pid
+    threading.Timer(0.3, os.kill, (process_id, signal.SIGPROF)).start()
+    os.kill(process_id, signal.SIGSTOP)  # it is in the middle of a grammar for as long as the test wants
+    threading.Timer(0.6, os.kill, (process_id, signal.SIGCONT)).start()
+    with pytest.raises(ClientError, match="too long"):
+        trial.check(GrammarSpec("regex", "b+"))
+    trial.check(GOOD)
+
+
+def test_a_process_that_has_ended_while_idle_is_replaced(trial: GrammarTrial) -> None:
+    trial.check(GOOD)
+    assert trial._process is not None
+    trial._process.kill()
+    trial._process.wait()
+    trial.check(GOOD)
+
+
+def test_no_process_is_left_after_close() -> None:
+    trial = GrammarTrial(TokenBytes.of(demo_tokenizer()))
+    trial.check(GOOD)
+    assert trial._process is not None
+    process = trial._process
+    trial.close()
+    trial.close()
+    assert process.returncode is not None
+    with pytest.raises(CapacityError):
+        trial.check(GOOD)
+
+
+def test_close_does_not_wait_for_a_grammar() -> None:
+    trial = GrammarTrial(TokenBytes.of(demo_tokenizer()))
+    trial.check(GOOD)
+    assert trial._process is not None
+    os.kill(trial._process.pid, signal.SIGSTOP)
+    errors: list[Exception] = []
+
+    def check() -> None:
+        try:
+            trial.check(GrammarSpec("regex", "c+"))
+        except CapacityError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=check)
+    thread.start()
+    time.sleep(0.1)
+    trial.close()
+    thread.join(5)
+    assert len(errors) == 1
