@@ -206,7 +206,7 @@ class ResponseEvents:
             "reasoning": {"effort": None, "summary": None},
             "store": request.is_kept,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}, **request.formats.get("text", {})},
             "tool_choice": request.tool_choice,
             "tools": [],
             "top_logprobs": params.logprobs or 0,

@@ -13,8 +13,9 @@ from aserve.server.logprobs import TokenNames, finite
 from aserve.server.response_archive import KeptResponse
 from aserve.server.response_events import Event, ResponseEvents, ResponseStatus, Usage, sse_frame
 from aserve.server.response_items import Item, MessageItem, chat_messages
-from aserve.server.response_schema import ResponseRequest
+from aserve.server.response_schema import TEXT_FORMAT, ResponseRequest
 from aserve.server.stream_sink import Outlet, StreamSink
+from aserve.server.structured_request import prepare_grammar
 from aserve.tokenizer.spans import Span, join_spans
 
 Framing = Callable[[Sequence[Event]], list[bytes]]
@@ -29,8 +30,8 @@ class ResponseRun:
 
     __slots__ = (
         "_engine", "_frame", "_held_logprobs", "_history", "_is_cancelled", "_is_submitted", "_last", "_lease",
-        "_names", "_on_end", "_on_written", "_outlet", "_output_ids", "_prompt", "_request", "_sink", "_texts", "_written",
-        "error", "events", "status",
+        "_names", "_on_end", "_on_written", "_outlet", "_output_ids", "_prompt", "_request", "_sink", "_texts",
+        "_written", "error", "events", "status",
     )  # fmt: skip
 
     def __init__(
@@ -100,6 +101,7 @@ class ResponseRun:
         items = [*self._history, *self._request.items]
         if self._request.instructions is not None:
             items.insert(0, MessageItem("system", self._request.instructions))
+        await prepare_grammar(self._engine, self._request.params, self._request.formats, TEXT_FORMAT)
         with blaming("input"):
             self._prompt = await self._engine.prompts.encode_turn(
                 chat_messages(items),

@@ -16,11 +16,12 @@ from aserve.server import schema
 from aserve.server.response_input import read_input, type_error, unsupported
 from aserve.server.response_items import Item
 from aserve.server.schema import CommonBody, check_template_kwargs, convert_body, sampling_params
-from aserve.server.structured_request import GRAMMAR_FIELDS
+from aserve.server.structured_request import GRAMMAR_FIELDS, grammar_from
 
 logger = logging.getLogger(__name__)
 
 MAX_METADATA = 16
+TEXT_FORMAT = "text.format"
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
 
 WITH_EFFECT = frozenset({
@@ -41,9 +42,7 @@ ACCEPTED_WITHOUT_EFFECT = schema.ACCEPTED_WITHOUT_EFFECT - {"metadata", "moderat
 }  # fmt: skip
 
 # Would change the answer, so they are never ignored.
-REFUSED = schema.REFUSED | (GRAMMAR_FIELDS - {"response_format"}) | {
-    "context_management", "conversation", "moderation", "prompt",
-}  # fmt: skip
+REFUSED = schema.REFUSED | {"context_management", "conversation", "moderation", "prompt"}
 HARMLESS: dict[str, Callable[[Any], bool]] = {  # field -> is this value one that asks for nothing?
     **{name: check for name, check in schema.HARMLESS.items() if name not in WITH_EFFECT},
     "add_generation_prompt": lambda value: value is True,
@@ -66,7 +65,8 @@ INCLUDABLE = frozenset({
     "web_search_call.action.sources", "web_search_call.results",
 })  # fmt: skip
 
-KNOWN = WITH_EFFECT.union(SAMPLING_FIELDS, ACCEPTED_WITHOUT_EFFECT, REFUSED, HARMLESS, RENAMED)
+FORMAT_FIELDS = GRAMMAR_FIELDS - {"response_format"} | {"text"}
+KNOWN = WITH_EFFECT.union(SAMPLING_FIELDS, GRAMMAR_FIELDS, ACCEPTED_WITHOUT_EFFECT, REFUSED, HARMLESS, RENAMED)
 PARAM_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
 
@@ -89,6 +89,7 @@ class ResponseRequest:
     tool_choice: str
     user: str | None
     template_kwargs: dict[str, Any]
+    formats: Mapping[str, Any]  # the fields that ask for structured output, as they came
     is_streamed: bool
     is_kept: bool
     is_resumable: bool
@@ -115,6 +116,7 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
         tool_choice=_read(fields, "tool_choice", str) or "auto",
         user=_read(fields, "user", str),
         template_kwargs=_read(fields, "chat_template_kwargs", dict) or {},
+        formats={name: fields[name] for name in FORMAT_FIELDS & fields.keys()},
         is_streamed=_read(fields, "stream", bool) or False,
         is_kept=_read(fields, "store", bool) is not False,
         is_resumable=_read(fields, "resumable", bool) or False,
@@ -167,10 +169,7 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
         raise unsupported("tool_choice", "tool_choice other than 'auto' or 'none'")
     if fields.get("tools") and tool_choice != "none":
         raise unsupported("tools", "tools")
-    text = _read(fields, "text", dict) or {}
-    text_format = text.get("format") or {}
-    if not isinstance(text_format, dict) or text_format.get("type", "text") != "text":
-        raise unsupported("text.format", "text.format other than {'type': 'text'}")
+    _read(fields, "text", dict)
     include = _read(fields, "include", list) or []
     for entry in include:
         if not isinstance(entry, str) or entry not in INCLUDABLE:
@@ -192,8 +191,10 @@ def _read_sampling(fields: Mapping[str, Any], vocab_size: int, *, generate: bool
         max_tokens = common.min_tokens = 0
     top_logprobs = _read(fields, "top_logprobs", int) or 0
     logprobs = top_logprobs if LOGPROBS_INCLUDE in (fields.get("include") or ()) else None
+    grammar = grammar_from(fields, TEXT_FORMAT)
     try:
-        return sampling_params(common, vocab_size, max_tokens=max_tokens, logprobs=logprobs), common.priority
+        params = sampling_params(common, vocab_size, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
+        return params, common.priority
     except ClientError as error:
         name = PARAM_NAMES.get(error.param or "", error.param)
         raise ClientError(error.message.replace(error.param or "", name or "", 1), param=name) from error

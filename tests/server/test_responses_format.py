@@ -1,0 +1,57 @@
+"""Structured output in responses: the demo model itself is held to a schema, over HTTP and over the WebSocket."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from doubles_responses import official
+from doubles_socket import in_loop, live_server, respond, text_of
+from doubles_tuning import make_engine
+
+from aserve.config import EngineConfig
+from aserve.request import GrammarSpec
+from aserve.server.response_schema import parse_create
+from aserve.server.structured_request import grammar_from
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Grace"]}, "age": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORMAT: dict[str, Any] = {"type": "json_schema", "name": "person", "strict": True, "schema": SCHEMA}
+
+
+def test_formats_mean_what_they_mean_in_chat() -> None:
+    schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}}
+    assert parse_create({"input": "a", "text": {"format": FORMAT}}, 256).params.grammar == grammar_from(schema)
+    assert parse_create({"input": "a", "regex": "[ab]+"}, 256).params.grammar == GrammarSpec("regex", "[ab]+")
+    for text in ({}, {"format": None}, {"format": {"type": "text"}}, {"verbosity": "low"}):
+        assert parse_create({"input": "a", "text": text}, 256).params.grammar is None
+
+
+@in_loop
+async def test_the_demo_model_keeps_to_a_schema() -> None:
+    async with (
+        make_engine(EngineConfig()) as engine,
+        live_server(engine) as live,
+        official(live) as client,
+        live.connect() as socket,
+    ):
+        ask: dict[str, Any] = {"input": "Who wrote the first program?", "text": {"format": FORMAT}}
+        answer = await client.responses.create(model=engine.model_name, max_output_tokens=60, **ask)
+        events = await respond(socket, max_output_tokens=60, **ask)
+        for text in (answer.output_text, text_of(events)):
+            person = json.loads(text)
+            assert person["name"] in ("Ada", "Grace")
+            assert 1 <= person["age"] <= 99
+        assert answer.to_dict()["text"]["format"]["name"] == "person"
+        for fields, param in (
+            ({"text": {"format": {**FORMAT, "schema": {"type": "nonsense"}}}}, "text.format"),
+            ({"extra_body": {"regex": "[a"}}, "regex"),
+        ):
+            for how in ({"stream": True}, {"background": True}, {}):
+                with pytest.raises(openai.BadRequestError) as wrong:
+                    await client.responses.create(model=engine.model_name, input="a", **fields, **how)
+                assert wrong.value.param == param
