@@ -49,6 +49,19 @@ def test_a_leased_conversation_survives_what_evicts_all_else() -> None:
     loop.check_outcomes()
 
 
+def test_a_turn_that_comes_at_once_finds_the_one_that_has_just_ended() -> None:
+    loop = StepLoop(limits(), depth=1)
+    first = loop.add(request("first", [1] * 18, max_tokens=6, stop_token_ids=list(range(12)), min_tokens=4))
+    while first.finish_reason is None:
+        loop.turn()
+    assert loop.device.pending, "a step that still contains it is on its way"
+    spoken = [1] * 18 + first.token_ids
+    second = loop.add(request("second", [*spoken, 3]))
+    loop.run()
+    assert second.num_cached_tokens == (len(spoken) - 1) // 4 * 4
+    loop.check_outcomes()
+
+
 def test_leases_give_way_to_a_request_that_needs_the_pool() -> None:
     loop = StepLoop(limits(num_pages=20), lease_fraction=1.0)
     for number in range(3):
