@@ -146,6 +146,7 @@ export class Conversation extends EventTarget {
       type: "response.create",
       input: input.map((message) => ({ type: "message", ...message })),
       previous_response_id: this.#previousId,
+      store: false, // the page keeps the conversation itself
       ...turn.options,
     }));
   }
