@@ -63,8 +63,9 @@ class SequenceMemory:
 
     def extend(self, seq: Sequence) -> bool:
         """Give ``seq`` one more page; False if there is none."""
-        self.leases.make_room(1)
         pages = self.cache.allocate(1)
+        if pages is None and self.leases.make_room(1):
+            pages = self.cache.allocate(1)
         if pages is None:
             return False
         self._page_updates[seq.row, len(seq.pages)] = pages[0]
