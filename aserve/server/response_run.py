@@ -29,9 +29,9 @@ class ResponseRun:
     """
 
     __slots__ = (
-        "_engine", "_frame", "_held_logprobs", "_history", "_is_cancelled", "_is_submitted", "_last", "_lease",
-        "_names", "_on_end", "_on_written", "_outlet", "_output_ids", "_prompt", "_request", "_sink", "_texts",
-        "_written", "error", "events", "status",
+        "_engine", "_frame", "_held_logprobs", "_history", "_is_cancelled", "_is_queued", "_is_submitted", "_last",
+        "_lease", "_names", "_on_end", "_on_written", "_outlet", "_output_ids", "_prompt", "_request", "_sink",
+        "_texts", "_written", "error", "events", "status",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +47,7 @@ class ResponseRun:
         lease: str | None = None,
     ) -> None:
         self.events = events
+        self._is_queued = events.is_queued  # its first output must say that it has started
         self.status = ResponseStatus.IN_PROGRESS
         self.error: AserveError | None = None  # why it failed
         self._request = request
@@ -144,11 +145,19 @@ class ResponseRun:
 
     def frames(self, output: RequestOutput) -> list[bytes]:
         """Return the frames for what is new, and those that end the response if it is the last output."""
+        text = output.text
         self._output_ids += output.token_ids
-        self._texts.append(output.text)
-        if self.events.is_queued:
-            return self._frame(self.events.started()) + self._token_frames(output)
-        return self._token_frames(output)
+        self._texts.append(text)
+        if (
+            text
+            and output.finish_reason is None
+            and not (output.logprobs or self._held_logprobs or self._is_queued or self._is_cancelled)
+        ):
+            return self._frame(self.events.delta(text))  # nearly every token; keeps nothing of the output alive
+        if self._is_queued:
+            self._is_queued = False
+            return self._frame(self.events.started()) + self._rare_frames(output)
+        return self._rare_frames(output)
 
     def failure_frames(self, error: AserveError) -> list[bytes]:
         """Return the frames that end the response before its last token, for ``error`` or at the client's wish."""
@@ -157,12 +166,8 @@ class ResponseRun:
         self.error = error
         return self._ending(ResponseStatus.FAILED, failure_body(error))
 
-    def _token_frames(self, output: RequestOutput) -> list[bytes]:
+    def _rare_frames(self, output: RequestOutput) -> list[bytes]:
         reason = output.finish_reason
-        if reason is None and output.text and not output.logprobs and not self._held_logprobs:
-            if self._is_cancelled:
-                self._last = output
-            return self._frame(self.events.delta(output.text))  # nearly every token; keeps nothing of the output alive
         self._last = output
         if output.logprobs:
             self._held_logprobs += render_logprobs(self._names, output.logprobs)

@@ -227,17 +227,3 @@ async def test_unknown_paths_and_methods_get_the_official_shape() -> None:
             assert answer.status_code == status, path
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert (await live.http.head("/health")).status_code == 200
-
-
-@in_loop
-async def test_responses_over_http_are_refused_with_the_way_that_works() -> None:
-    async with live_server() as live:
-        for body in ({"model": "scripted", "input": "hi"}, {"input": "x" * 300_000, "stream": True}):
-            answer = await live.post("/v1/responses", **body)
-            assert answer.status_code == 400  # 5xx would be sent again by the official clients
-            error = answer.json()["error"]
-            assert (error["code"], error["type"]) == ("unsupported", "invalid_request_error")
-            assert "WebSocket" in error["message"]
-        assert (await live.http.get("/v1/responses")).status_code == 405
-        async with connect(live.url.replace("http", "ws") + "/v1/responses", proxy=None):
-            pass
