@@ -128,15 +128,19 @@ async def live_server(
     limits: Limits = LIMITS,
     engine: dict[str, Any] | None = None,
     headers: dict[str, str] | None = None,
+    tokenizer: Tokenizer | None = None,
     **settings: Any,
 ) -> AsyncIterator[Live]:
-    """Serve a scripted engine with the demo's tokenizer on a free port; at the end nothing may be left open."""
+    """Serve a scripted engine on a free port, with the demo's tokenizer unless another is given.
+
+    At the end nothing may be left open.
+    """
     runner = ScriptedRunner(limits, script, step_time_s=step_time_s)
     config = Config(
         engine=EngineConfig(served_model_name=MODEL, **(engine or {})), server=ServerConfig(port=0, **settings)
     )
     before = asyncio.all_tasks()
-    async with make_engine(config.engine, runner=runner, tokenizer=demo_tokenizer()) as started:
+    async with make_engine(config.engine, runner=runner, tokenizer=tokenizer or demo_tokenizer()) as started:
         async with (
             running_server(config, started) as server,
             httpx.AsyncClient(base_url=server.url, timeout=60, headers=headers, verify=False) as http,

@@ -159,6 +159,13 @@ def sentencepiece_metadata(pieces: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def make_tokenizer_with_bos(folder: Path, template: str | None) -> Tokenizer:
+    """Return a tokenizer that adds BOS (1) to raw prompts, with the chat template ``template``."""
+    pieces = train_pieces([sample.replace("\u2581", " ") for sample in SAMPLES], 700)
+    extra = {} if template is None else {"tokenizer.chat_template": template}
+    return load_gguf(write_gguf(folder / "bos.gguf", sentencepiece_metadata(pieces) | extra))
+
+
 SAMPLES = [
     "The quick brown fox jumps over the lazy dog. It's 3 o'clock; we'll see 1,234.56 things they'd NEVER'VE known!",
     "Příliš žluťoučký kůň úpěl ďábelské ódy. Größe, naïve façade, señor, smørrebrød, Ελληνικά, Русский язык.",

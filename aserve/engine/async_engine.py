@@ -252,14 +252,16 @@ class AsyncEngine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = True,
     ) -> list[int]:
         """Return the token ids of a prompt, off the loop.
 
         Messages go through the chat template, which gets ``tools`` and the variables ``template_kwargs``;
-        ``continue_final_message`` leaves the last one open instead of starting an answer. Raises ClientError for what
-        cannot be encoded or is too long, and CapacityError if as many as the queue holds wait already.
+        ``continue_final_message`` leaves the last one open instead of starting an answer. ``add_special_tokens`` adds
+        BOS to text where the vocabulary asks for it. Raises ClientError for what cannot be encoded or is too long, and
+        CapacityError if as many as the queue holds wait already.
         """
-        return await self.prompts.encode(prompt, tools, continue_final_message, template_kwargs)
+        return await self.prompts.encode(prompt, tools, continue_final_message, template_kwargs, add_special_tokens)
 
     async def prepare(self, params: SamplingParams) -> None:
         """Compile the grammar of ``params``, if there is one, off the loop.

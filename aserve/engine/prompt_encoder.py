@@ -41,14 +41,17 @@ class PromptEncoder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return the token ids of ``prompt``.
+        """Return the token ids of ``prompt``; see ``AsyncEngine.encode``.
 
         Raises ClientError if it is too long, cannot be rendered or is no prompt at all, CapacityError if too many wait.
         """
         if isinstance(prompt, str):
             self._check(self._tokenizer.min_tokens_for(len(prompt)), "prompt")
-            return await self._run(lambda: self._tokenizer.encode(prompt, max_tokens=self._max_tokens))
+            return await self._run(
+                lambda: self._tokenizer.encode(prompt, add_special_tokens, max_tokens=self._max_tokens)
+            )
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
             kind = type(prompt).__name__
             raise ClientError(f"a prompt is text, token ids or chat messages, not {kind}", param="prompt")

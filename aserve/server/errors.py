@@ -27,9 +27,13 @@ class ForbiddenError(ClientError):
 
 
 class MethodNotAllowedError(ClientError):
-    """The path exists, but not with this method."""
+    """The path exists, but not with this method; ``allowed`` are those it has, separated by commas."""
 
     status = 405
+
+    def __init__(self, allowed: str) -> None:
+        super().__init__(f"this path takes {allowed} only", code="method_not_allowed")
+        self.allowed = allowed
 
 
 class BodyTooLargeError(ClientError):
@@ -68,6 +72,7 @@ class ErrorReport:
     param: str | None = None
     code: str | None = None
     retry_after_s: int | None = None
+    allowed_methods: str | None = None
 
     def body(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -75,14 +80,16 @@ class ErrorReport:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the response headers that belong to it."""
-        return [] if self.retry_after_s is None else [(b"retry-after", b"%d" % self.retry_after_s)]
+        named = ((b"retry-after", self.retry_after_s), (b"allow", self.allowed_methods))
+        return [(name, str(value).encode()) for name, value in named if value is not None]
 
 
 def report_error(error: BaseException) -> ErrorReport:
     """Return what a client may know of ``error``; anything unexpected is logged here and stays in the log."""
     if isinstance(error, ClientError):
         kind = TYPES.get(error.status, "invalid_request_error")
-        return ErrorReport(error.status, error.message, kind, error.param, error.code)
+        allowed = error.allowed if isinstance(error, MethodNotAllowedError) else None
+        return ErrorReport(error.status, error.message, kind, error.param, error.code, allowed_methods=allowed)
     if isinstance(error, CapacityError):
         code = "rate_limit_exceeded" if error.status == 429 else "service_unavailable"
         return ErrorReport(

@@ -107,7 +107,7 @@ class ErrorCatch:
 def _from_http(error: HTTPException) -> AserveError:
     """Return ours for what Starlette's router raises."""
     if error.status_code == 405:
-        return MethodNotAllowedError("this path does not take this method", code="method_not_allowed")
+        return MethodNotAllowedError((error.headers or {})["Allow"])
     if error.status_code == 404:
         return NotFoundError("there is nothing at this path", code="not_found")
     return ClientError(str(error.detail))

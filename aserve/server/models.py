@@ -11,8 +11,9 @@ from starlette.types import Receive, Scope, Send
 from aserve.errors import ClientError
 from aserve.server.generation import send_json
 from aserve.server.json_body import read_json
+from aserve.server.logprobs import TokenNames
 from aserve.server.prompts import parse_prompts
-from aserve.server.schema import Messages, check_template_kwargs, convert_body
+from aserve.server.schema import Messages, check_template_use, convert_body
 from aserve.server.state import ServerState
 
 JsonAnswer = Callable[[Scope, Receive], Awaitable[Any]]
@@ -36,6 +37,10 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: Messages | None = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = True  # to a prompt; messages get what the template writes
+    return_token_strs: bool = False
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -75,11 +80,23 @@ async def tokenize(state: ServerState, scope: Scope, receive: Receive) -> dict[s
     if (fields.prompt is None) == (fields.messages is None):
         raise ClientError("give either prompt or messages", param="prompt")
     if fields.messages is not None:
-        check_template_kwargs(fields.chat_template_kwargs)
-        token_ids = await state.engine.encode(fields.messages, template_kwargs=fields.chat_template_kwargs)
+        check_template_use(fields)
+        token_ids = await state.engine.encode(
+            fields.messages,
+            continue_final_message=fields.continue_final_message,
+            template_kwargs=fields.chat_template_kwargs,
+        )
     else:
-        token_ids = await state.engine.encode(fields.prompt or "")
-    return {"tokens": token_ids, "count": len(token_ids), "max_model_len": state.engine.limits.max_model_len}
+        token_ids = await state.engine.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens)
+    answer: dict[str, Any] = {
+        "tokens": token_ids,
+        "count": len(token_ids),
+        "max_model_len": state.engine.limits.max_model_len,
+    }
+    if fields.return_token_strs:
+        names = TokenNames(state.engine.tokenizer, hides_special=False)
+        answer["token_strs"] = await asyncio.to_thread(lambda: [names.name(token_id) for token_id in token_ids])
+    return answer
 
 
 async def detokenize(state: ServerState, scope: Scope, receive: Receive) -> dict[str, Any]:

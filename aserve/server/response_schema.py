@@ -5,7 +5,6 @@ Fields that are in no list are ignored, as the protocol asks. How tokens are cho
 and what those refuse by name is refused here too.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,8 @@ from aserve.request import SamplingParams
 from aserve.server import schema
 from aserve.server.response_input import read_input, type_error, unsupported
 from aserve.server.response_items import Item
-from aserve.server.schema import CommonBody, check_template_kwargs, convert_body, sampling_params
+from aserve.server.schema import CommonBody, check_template_kwargs, convert_body, log_unknown, sampling_params
 from aserve.server.structured_request import GRAMMAR_FIELDS, grammar_from
-
-logger = logging.getLogger(__name__)
 
 MAX_METADATA = 16
 TEXT_FORMAT = "text.format"
@@ -99,8 +96,7 @@ class ResponseRequest:
 def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest:
     """Check the fields of one ``response.create``; raise ClientError that names the first one at fault."""
     fields = {name: value for name, value in payload.items() if value is not None}
-    if unknown := fields.keys() - KNOWN:
-        logger.debug("ignoring unknown fields: %s", sorted(name[:64] for name in unknown)[:20])
+    log_unknown(fields, KNOWN)
     _refuse_unsupported(fields)
     generate = _read_generate(fields)
     params, priority = _read_sampling(fields, vocab_size, generate=generate)

@@ -3,14 +3,14 @@
 ``null`` means absent. Fields stand in one of three lists: those with an effect are attributes of the bodies below
 (those that ask for structured output are read in ``structured_request.py``);
 those in ACCEPTED_WITHOUT_EFFECT change nothing for a text model on one server; those in HARMLESS and REFUSED would
-change the answer, so their use is refused by name. Fields in no list are ignored, with one line in the debug log.
+change the answer, so their use is refused by name. Fields in no list are ignored, with one line in the log.
 """
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 import orjson
@@ -30,6 +30,9 @@ MAX_TEMPLATE_KWARGS = 64
 MAX_TEMPLATE_KWARGS_BYTES = 1 << 16  # as JSON
 DEFAULT_COMPLETION_TOKENS = 16
 SEED_PERIOD = 2**64
+TOKEN_ID = re.compile(r"[0-9]{1,9}", re.ASCII)
+MAX_LOGGED_FIELDS = 20
+MAX_LOGGED_CHARS = 64  # of a field's name
 
 ACCEPTED_WITHOUT_EFFECT = frozenset({
     "metadata", "moderation", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
@@ -137,13 +140,7 @@ class AnswerOptions:
 def parse_chat(body: Mapping[str, Any], vocab_size: int) -> tuple[ChatBody, AnswerOptions]:
     """Return the fields, their messages unchecked, and the options; raise ClientError that names the field at fault."""
     fields = convert_body(body, ChatBody)
-    if not fields.add_generation_prompt and not fields.continue_final_message:
-        raise ClientError(
-            "add_generation_prompt can be false only with continue_final_message",
-            param="add_generation_prompt",
-            code="unsupported_parameter",
-        )
-    check_template_kwargs(fields.chat_template_kwargs)
+    check_template_use(fields)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise ClientError("top_logprobs needs logprobs to be true", param="top_logprobs")
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
@@ -158,6 +155,25 @@ def parse_chat(body: Mapping[str, Any], vocab_size: int) -> tuple[ChatBody, Answ
         grammar=grammar_from(body),
     )
     return fields, _options(fields, params)
+
+
+class TemplateFields(Protocol):
+    """The fields of a body that say how its messages are rendered."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: dict[str, Any]
+
+
+def check_template_use(fields: TemplateFields) -> None:
+    """Raise ClientError that names the field at fault."""
+    if not fields.add_generation_prompt and not fields.continue_final_message:
+        raise ClientError(
+            "add_generation_prompt can be false only with continue_final_message",
+            param="add_generation_prompt",
+            code="unsupported_parameter",
+        )
+    check_template_kwargs(fields.chat_template_kwargs)
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
@@ -200,15 +216,19 @@ def convert_body(body: Mapping[str, Any], kind: type[Body]) -> Body:
     """Return ``body`` as ``kind``; nulls count as absent."""
     fields = {name: value for name, value in body.items() if value is not None}
     _refuse_unsupported(fields)
-    known = GRAMMAR_FIELDS.union(kind.__struct_fields__)
-    if unknown := [name[:64] for name in fields if name not in known and name not in ACCEPTED_WITHOUT_EFFECT]:
-        logger.debug("ignoring unknown fields: %s", unknown[:20])
+    log_unknown(fields, GRAMMAR_FIELDS.union(kind.__struct_fields__, ACCEPTED_WITHOUT_EFFECT, HARMLESS))
     if isinstance(options := fields.get("stream_options"), dict):
         fields["stream_options"] = {name: value for name, value in options.items() if value is not None}
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise _client_error(error) from None
+
+
+def log_unknown(fields: Mapping[str, Any], known: Set[str]) -> None:
+    """Say in one line which fields are ignored because nobody knows them."""
+    if unknown := [name[:MAX_LOGGED_CHARS] for name in fields if name not in known]:
+        logger.info("ignoring unknown fields: %s", unknown[:MAX_LOGGED_FIELDS])
 
 
 def _client_error(error: msgspec.ValidationError) -> ClientError:
@@ -240,10 +260,9 @@ def sampling_params(fields: CommonBody, vocab_size: int, **others: Any) -> Sampl
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
-    try:
-        return {int(token_id): value for token_id, value in bias.items()}
-    except ValueError:
-        raise ClientError("logit_bias must map token ids to numbers", param="logit_bias") from None
+    if not all(TOKEN_ID.fullmatch(token_id) for token_id in bias):
+        raise ClientError("logit_bias must map token ids to numbers", param="logit_bias")
+    return {int(token_id): value for token_id, value in bias.items()}
 
 
 def _options(fields: CommonBody, params: SamplingParams) -> AnswerOptions:

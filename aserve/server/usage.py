@@ -6,24 +6,34 @@ from aserve.request import RequestOutput
 
 
 class UsageTally:
-    """Adds up the outputs of the choices. ``n`` consecutive choices share a prompt, which is counted once."""
+    """Adds up the outputs of the choices. ``n`` consecutive choices share a prompt, which is counted once.
+
+    A prompt's counts are those of its first choice that has begun. Totals are kept up to date, for a stream may show
+    them with each of a thousand choices' tokens.
+    """
 
     def __init__(self, n: int) -> None:
         self._n = n
-        self._last: dict[int, tuple[int, int, int]] = {}  # choice -> prompt, output and cached tokens
+        self._outputs: dict[int, int] = {}  # choice -> output tokens
+        self._prompts: dict[int, tuple[int, int, int]] = {}  # prompt -> choice, prompt tokens, cached tokens
+        self._num_output = self._num_prompt = self._num_cached = 0
 
     def note(self, choice: int, output: RequestOutput) -> None:
         """Take the totals so far of ``choice``."""
-        self._last[choice] = (output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens)
+        self._num_output += output.num_output_tokens - self._outputs.get(choice, 0)
+        self._outputs[choice] = output.num_output_tokens
+        prompt = choice // self._n
+        first, num_prompt, num_cached = self._prompts.get(prompt, (choice, 0, 0))
+        if choice <= first:
+            self._prompts[prompt] = (choice, output.num_prompt_tokens, output.num_cached_tokens)
+            self._num_prompt += output.num_prompt_tokens - num_prompt
+            self._num_cached += output.num_cached_tokens - num_cached
 
     def body(self) -> dict[str, Any]:
         """Return the ``usage`` object."""
-        firsts = [counts for choice, counts in self._last.items() if choice % self._n == 0]
-        num_prompt = sum(counts[0] for counts in firsts)
-        num_output = sum(counts[1] for counts in self._last.values())
         return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(counts[2] for counts in firsts)},
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_output,
+            "total_tokens": self._num_prompt + self._num_output,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }

@@ -8,7 +8,7 @@ from jinja2 import meta
 
 from aserve.errors import ClientError
 from aserve.tokenizer.control_tokens import END_MARK, ControlTokens, unmark
-from aserve.tokenizer.messages import count_chars, normalize_messages
+from aserve.tokenizer.messages import count_chars, join_leading_system_messages, normalize_messages
 from aserve.tokenizer.template_sandbox import OutputTooLongError, TemplateSandbox
 from aserve.tokenizer.tool_prompt import spell_out_tools
 
@@ -59,7 +59,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt's text, at most ``max_chars`` of it, with marks in what the request said.
 
-        ``kwargs`` are a request's own variables, such as ``enable_thinking``; they replace none of the others.
+        ``kwargs`` are a request's own variables, such as ``enable_thinking``; they replace none of the others. Where
+        the template refuses several system messages at the beginning, they are given to it as one.
 
         Raises ClientError if the messages, or the template on seeing them, are at fault.
         """
@@ -71,7 +72,7 @@ class ChatTemplate:
             raise PromptTooLongError
         variables: dict[str, Any] = {
             **self._variables,
-            "messages": self._mark(normalized),
+            "messages": self._mark_messages(normalized, continue_final_message),
             "tools": self._mark(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
@@ -79,9 +80,14 @@ class ChatTemplate:
         if taken := sorted(variables.keys() & (kwargs or {}).keys()):
             raise ClientError(f"chat_template_kwargs cannot set {taken[0]}", param="chat_template_kwargs")
         variables |= self._mark(kwargs or {})
-        if continue_final_message:
-            _set_end_mark(variables["messages"])
-        text = self._render(self._compiled[name], variables, max_chars)
+        try:
+            text = self._render(self._compiled[name], variables, max_chars)
+        except ClientError:
+            joined = join_leading_system_messages(normalized)
+            if len(joined) == len(normalized):
+                raise
+            variables["messages"] = self._mark_messages(joined, continue_final_message)
+            text = self._render(self._compiled[name], variables, max_chars)
         return _cut_at_end_mark(text) if continue_final_message else text
 
     def _reads_tools(self, source: str) -> bool:
@@ -101,6 +107,12 @@ class ChatTemplate:
             raise ClientError(
                 "messages, tools or chat_template_kwargs are nested too deeply", param="messages"
             ) from None
+
+    def _mark_messages(self, messages: list[dict[str, Any]], continue_final_message: bool) -> Any:
+        marked = self._mark(messages)
+        if continue_final_message:
+            _set_end_mark(marked)
+        return marked
 
     def _render(self, template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
         try:

@@ -31,6 +31,19 @@ def normalize_messages(messages: Sequence[Any], *, has_developer_role: bool) -> 
     return normalized
 
 
+def join_leading_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``messages`` with the system messages at their beginning as one, an empty line between their texts.
+
+    Clients send several where many templates take one only, and only as the first message.
+    """
+    is_other = (position for position, message in enumerate(messages) if message["role"] != "system")
+    num_leading = next(is_other, len(messages))
+    if num_leading < 2:
+        return messages
+    text = "\n\n".join(message["content"] for message in messages[:num_leading])
+    return [{**messages[0], "content": text}, *messages[num_leading:]]
+
+
 def count_chars(messages: Sequence[Mapping[str, Any]]) -> int:
     """Return how many characters of content the normalised messages hold."""
     return sum(len(message["content"]) for message in messages)

@@ -214,16 +214,19 @@ async def test_every_answer_carries_the_request_id() -> None:
 @in_loop
 async def test_unknown_paths_and_methods_get_the_official_shape() -> None:
     async with live_server() as live:
-        for method, path, status in (
-            ("GET", "/nothing", 404),
-            ("GET", "/v1/chat/completions", 405),
-            ("POST", "/v1/models", 405),
-            ("POST", "/health", 405),
-            ("GET", "/v1/models/", 404),
-            ("DELETE", "/v1/models/x", 405),
-            ("GET", "/static/../app.py", 404),
+        for method, path, status, allowed in (
+            ("GET", "/nothing", 404, None),
+            ("GET", "/v1/chat/completions", 405, {"POST"}),
+            ("POST", "/v1/models", 405, {"GET", "HEAD"}),
+            ("POST", "/health", 405, {"GET", "HEAD"}),
+            ("GET", "/v1/models/", 404, None),
+            ("DELETE", "/v1/models/x", 405, {"GET", "HEAD"}),
+            ("PUT", "/v1/responses/resp_x", 405, {"DELETE", "GET", "HEAD"}),
+            ("GET", "/static/../app.py", 404, None),
         ):
             answer = await live.http.request(method, path)
             assert answer.status_code == status, path
+            assert ("allow" in answer.headers) == (allowed is not None)
+            assert allowed is None or set(answer.headers["allow"].split(", ")) == allowed
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert (await live.http.head("/health")).status_code == 200

@@ -1,11 +1,13 @@
 """Model names are dictionary keys, never paths; tokenize and detokenize are inverse."""
 
 import sys
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
-from doubles_http import MODEL, demo_tokenizer, in_loop, live_server
+from doubles_http import GRIN, MODEL, demo_tokenizer, in_loop, live_server
+from doubles_tokenizer import make_tokenizer_with_bos
 from openai.types import Model
 
 from aserve import __version__
@@ -83,6 +85,31 @@ async def test_tokenize_and_detokenize() -> None:
         chat = (await live.post("/tokenize", messages=[{"role": "user", "content": "hi"}])).json()
         assert chat["count"] == 31
         assert (await live.post("/tokenize", prompt="")).json()["tokens"] == []
+        named = (await live.post("/tokenize", prompt="hi😀", return_token_strs=True)).json()
+        assert named["tokens"] == [6004, *GRIN]
+        assert named["token_strs"] == ["hi", "\\xf0\\x9f", "\\x98", "\\x80"]
+
+
+@in_loop
+async def test_what_is_tokenized_is_what_would_be_generated_from() -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The answer is"}]
+    open_turn: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    async with live_server() as live:
+        for fields in ({}, open_turn, {"chat_template_kwargs": {"enable_thinking": False}}):
+            counted = (await live.post("/tokenize", messages=turns, **fields)).json()
+            used = (await live.post("/v1/chat/completions", messages=turns, max_tokens=1, **fields)).json()["usage"]
+            assert counted["count"] == used["prompt_tokens"]
+        refused = await live.post("/tokenize", messages=turns, add_generation_prompt=False)
+        assert refused.json()["error"]["param"] == "add_generation_prompt"
+
+
+@in_loop
+async def test_bos_is_added_to_a_prompt_unless_it_is_not_wanted(tmp_path: Path) -> None:
+    async with live_server(tokenizer=make_tokenizer_with_bos(tmp_path, None)) as live:
+        with_bos = (await live.post("/tokenize", prompt="the quick")).json()["tokens"]
+        without = (await live.post("/tokenize", prompt="the quick", add_special_tokens=False)).json()["tokens"]
+        assert with_bos == [1, *without]
+        assert 1 not in without
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from aserve.errors import ClientError
 from aserve.request import SamplingParams
 from aserve.server.prompts import parse_prompts
+from aserve.server.response_schema import parse_create
 from aserve.server.schema import (
     ACCEPTED_WITHOUT_EFFECT,
     HARMLESS,
@@ -31,6 +32,10 @@ def chat(**fields: Any) -> AnswerOptions:
 
 def complete(**fields: Any) -> AnswerOptions:
     return parse_completion({"prompt": "hi", **fields}, VOCAB)[1]
+
+
+def create(**fields: Any) -> Any:
+    return parse_create({"input": "hi", **fields}, VOCAB)
 
 
 def refusal(parse: Any, **fields: Any) -> ClientError:
@@ -118,7 +123,8 @@ def test_choices_get_seeds_of_their_own() -> None:
         ("stream", 1), ("stream_options", []), ("stop", 5), ("stop", ["a"] * 17), ("stop", ["a", None]), ("stop", ""),
         ("stop", "x" * 1025), ("stop_token_ids", [49152]), ("stop_token_ids", [-1]), ("stop_token_ids", [True]),
         ("stop_token_ids", [1] * 129), ("logit_bias", {"49152": 5}), ("logit_bias", {"-1": 5}),
-        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"x": 1}), ("logit_bias", {"1_0": 1}), ("logit_bias", {" 5": 1}), ("logit_bias", {"\u0665": 1}),
+        ("logit_bias", {"5" * 5000: 1}), ("seed", float(2**64)), ("max_tokens", 5.5),
         ("logit_bias", {"5": 101}), ("logit_bias", {"5": None}), ("logit_bias", {"5": True}), ("logit_bias", []),
         ("logit_bias", {str(i): 1 for i in range(301)}), ("model", 5), ("priority", 2**31), ("priority", 0.5),
         ("presence_penalty", 2.1), ("repetition_penalty", 0), ("ignore_eos", 0), ("min_tokens", -1),
@@ -184,10 +190,16 @@ def test_fields_that_change_nothing_pass() -> None:
     assert chat(**fields) == chat()
 
 
-def test_unknown_fields_are_ignored_with_one_debug_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", "aserve.server.schema")
-    assert chat(frobnicate=1, cache_control={}) == chat()
-    assert [record.message for record in caplog.records] == ["ignoring unknown fields: ['frobnicate', 'cache_control']"]
+@pytest.mark.parametrize("parse", [chat, complete, create])
+def test_unknown_fields_are_ignored_with_one_line_in_the_log(parse: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "aserve.server.schema")
+    plain = parse()
+    assert not caplog.records
+    harmless = {"tools": [], "user": "me", "service_tier": "auto", "tool_choice": "none"}
+    assert parse(frobnicate=1, cache_control={}, **{"x\n" * 99: 0}, absent=None) == plain
+    assert parse(**harmless) == (parse(tool_choice="none", user="me") if parse is create else plain)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == r"ignoring unknown fields: ['frobnicate', 'cache_control', '" + r"x\n" * 32 + "']"
 
 
 def test_best_of_must_be_n() -> None:

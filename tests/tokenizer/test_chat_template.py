@@ -216,6 +216,36 @@ def test_developer_is_system_to_templates_that_do_not_know_it() -> None:
     assert render("{{ messages[0].role }}{# developer #}", message) == "developer"
 
 
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}[{{ m.role }}]{{ m.content }}"
+    "{% endfor %}"
+)
+
+
+def test_several_system_messages_become_one_where_the_template_takes_only_one() -> None:
+    said = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "developer", "content": [{"type": "text", "text": "Be"}]},
+    ]
+    turns = user("hi")
+    once = [{"role": "system", "content": "Be kind.\n\nBe"}, *turns]
+    expected = render_jinja_template([once], chat_template=SYSTEM_FIRST)[0][0]
+    assert unmark(render(SYSTEM_FIRST, [*said, *turns])) == expected == "[system]Be kind.\n\nBe[user]hi"
+    assert "[user]h" in render(SYSTEM_FIRST, [*said, *turns], continue_final_message=True)
+    both = [said[0], {"role": "system", "content": "Be"}, *turns]
+    assert (
+        unmark(render(CHATML, both))
+        == render_jinja_template([both], chat_template=CHATML, add_generation_prompt=True)[0][0]
+    )
+
+
+@pytest.mark.parametrize("later", [[{"role": "system", "content": "a"}], [{"role": "system", "content": "a"}] * 2])
+def test_a_system_message_in_the_middle_stays_refused(later: list[Any]) -> None:
+    with pytest.raises(ClientError, match="must be at the beginning"):
+        render(SYSTEM_FIRST, [{"role": "system", "content": "b"}, *user("hi"), *later])
+
+
 # Control tokens in what people write
 
 
