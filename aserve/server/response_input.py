@@ -7,7 +7,19 @@ from typing import Any
 import orjson
 
 from aserve.errors import ClientError
-from aserve.server.response_items import FunctionCallItem, FunctionOutputItem, Item, MessageItem, ReasoningItem
+from aserve.server.response_items import (
+    BUILT_IN_CALLS,
+    BUILT_IN_OUTPUTS,
+    BuiltInCallItem,
+    BuiltInOutputItem,
+    CustomCallItem,
+    CustomOutputItem,
+    FunctionCallItem,
+    FunctionOutputItem,
+    Item,
+    MessageItem,
+    ReasoningItem,
+)
 from aserve.tokenizer.messages import ROLES, TEXT_PARTS
 
 logger = logging.getLogger(__name__)
@@ -65,28 +77,58 @@ def _read_message(name: str, item: Mapping[str, Any]) -> Item:
 
 
 def _read_call(name: str, item: Mapping[str, Any]) -> Item:
-    fields = [_read_text(name, item, field) for field in ("call_id", "name", "arguments")]
-    return FunctionCallItem(*fields)
+    call_id, tool, arguments = (_read_text(name, item, field) for field in ("call_id", "name", "arguments"))
+    return FunctionCallItem(call_id, tool, arguments, _read_namespace(name, item))
 
 
 def _read_custom_call(name: str, item: Mapping[str, Any]) -> Item:
-    """A call of a tool that takes free text: to a template it is a function with one argument."""
-    arguments = orjson.dumps({"input": _read_text(name, item, "input")}).decode()
-    return FunctionCallItem(_read_text(name, item, "call_id"), _read_text(name, item, "name"), arguments)
+    call_id, tool, text = (_read_text(name, item, field) for field in ("call_id", "name", "input"))
+    return CustomCallItem(call_id, tool, text, _read_namespace(name, item))
 
 
 def _read_output(name: str, item: Mapping[str, Any]) -> Item:
     return FunctionOutputItem(_read_text(name, item, "call_id"), _read_content(f"{name}.output", item.get("output")))
 
 
+def _read_custom_output(name: str, item: Mapping[str, Any]) -> Item:
+    return CustomOutputItem(_read_text(name, item, "call_id"), _read_content(f"{name}.output", item.get("output")))
+
+
+def _read_built_in_call(name: str, item: Mapping[str, Any]) -> Item | None:
+    """Take a call that the client has carried out; one without an id was OpenAI's own affair."""
+    if item.get("call_id") is None:
+        return None
+    _check_payload(name, item, BUILT_IN_CALLS[item["type"]])
+    return BuiltInCallItem(_read_text(name, item, "call_id"), dict(item))
+
+
+def _read_built_in_output(name: str, item: Mapping[str, Any]) -> Item | None:
+    kind = item["type"]
+    id_field = "id" if kind == "local_shell_call_output" else "call_id"
+    if item.get(id_field) is None:
+        return None
+    field = BUILT_IN_OUTPUTS[kind]
+    if kind == "apply_patch_call_output" and item.get(field) is None:  # it may have nothing to say but how it went
+        item = {**item, field: _read_text(name, item, "status")}
+    _check_payload(name, item, field)
+    return BuiltInOutputItem(_read_text(name, item, id_field), dict(item))
+
+
 def _read_reasoning(name: str, item: Mapping[str, Any]) -> Item | None:
-    """What was thought, else its summary; reasoning that is only there encrypted says nothing to this server."""
-    parts = item.get("content") or item.get("summary") or []
-    if not isinstance(parts, list):
-        raise type_error(f"{name}.content", "list of parts", parts)
-    texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    text = "".join(text for text in texts if isinstance(text, str))
+    """Take what was thought, else its summary; what another server has encrypted says nothing to this one."""
+    text = _read_thoughts(f"{name}.content", item.get("content")) or _read_thoughts(
+        f"{name}.summary", item.get("summary")
+    )
     return ReasoningItem(text) if text else None
+
+
+def _read_thoughts(name: str, parts: object) -> str:
+    if parts is None:
+        return ""
+    if not isinstance(parts, list):
+        raise type_error(name, "list of parts", parts)
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 READERS: dict[str, Callable[[str, Mapping[str, Any]], Item | None]] = {
@@ -94,9 +136,24 @@ READERS: dict[str, Callable[[str, Mapping[str, Any]], Item | None]] = {
     "function_call": _read_call,
     "function_call_output": _read_output,
     "custom_tool_call": _read_custom_call,
-    "custom_tool_call_output": _read_output,
+    "custom_tool_call_output": _read_custom_output,
     "reasoning": _read_reasoning,
+    **dict.fromkeys(BUILT_IN_CALLS, _read_built_in_call),
+    **dict.fromkeys(BUILT_IN_OUTPUTS, _read_built_in_output),
 }
+
+
+def _read_namespace(name: str, item: Mapping[str, Any]) -> str | None:
+    return None if item.get("namespace") is None else _read_text(name, item, "namespace")
+
+
+def _check_payload(name: str, item: Mapping[str, Any], field: str) -> None:
+    if item.get(field) is None:
+        raise ClientError(f"{name}.{field} is required", param=f"{name}.{field}", code="missing_required_parameter")
+    try:
+        orjson.dumps(item)
+    except TypeError:
+        raise ClientError(f"{name} is nested too deeply", param=name) from None
 
 
 def _read_text(name: str, item: Mapping[str, Any], field: str) -> str:

@@ -12,8 +12,9 @@ from aserve.server.errors import blaming
 from aserve.server.logprobs import TokenNames, finite
 from aserve.server.response_archive import KeptResponse
 from aserve.server.response_events import Event, ResponseEvents, ResponseStatus, Usage, sse_frame
-from aserve.server.response_items import Item, MessageItem, chat_messages
+from aserve.server.response_items import Item, MessageItem
 from aserve.server.response_schema import TEXT_FORMAT, ResponseRequest
+from aserve.server.response_turns import chat_messages
 from aserve.server.stream_sink import Outlet, StreamSink
 from aserve.server.structured_request import prepare_grammar
 from aserve.tokenizer.spans import Span, join_spans
