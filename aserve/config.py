@@ -94,7 +94,7 @@ class ServerConfig:
         None, f"key that clients must send (Bearer), HTTP and WebSocket; also {API_KEY_VARIABLE}"
     )
     allowed_origins: tuple[str, ...] = option((), "browser origins allowed besides the server's own; '*' allows all")
-    tool_parser: str = option(
+    tool_call_parser: str = option(
         "auto",
         "how the model writes tool calls: hermes, qwen3_coder, llama3_json, mistral, pythonic, deepseek, harmony or "
         "none; auto: by its chat template",

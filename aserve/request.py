@@ -28,16 +28,16 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "lark", "choice"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "lark", "choice", "answer"]
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """What the whole output must match; compiled in ``structured/``.
 
-    ``text`` is the JSON of a schema, a regular expression, a grammar in Lark's notation or the JSON of a list of
-    strings to choose from; it is empty for ``json_object``. Raises ClientError with ``param`` "grammar" for a wrong
-    type or size.
+    ``text`` is the JSON of a schema, a regular expression, a grammar in Lark's notation, the JSON of a list of
+    strings to choose from or that of an answer's rules (``structured/answer_rules.py``); it is empty for
+    ``json_object``. Raises ClientError with ``param`` "grammar" for a wrong type or size.
     """
 
     kind: GrammarKind

@@ -45,6 +45,11 @@ class LetterTokenizer:
     bos_token_id = None
     eos_token_ids = frozenset({EOS})
     has_chat_template = True
+    chat_template = ""
+    special_token_ids = frozenset({EOS})
+
+    def special_ids_of(self, texts: Sequence[str]) -> tuple[int, ...]:
+        return (EOS,) if "<eos>" in texts else ()
 
     def min_tokens_for(self, num_chars: int) -> int:
         return num_chars

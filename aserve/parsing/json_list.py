@@ -1,7 +1,5 @@
 """Calls as a JSON list of objects."""
 
-from collections.abc import Sequence
-
 from aserve.parsing.call_reader import CallSequence, ReaderState
 from aserve.parsing.deltas import ParsedDelta
 from aserve.parsing.json_call import JsonCall
@@ -11,11 +9,10 @@ from aserve.parsing.markers import SPACES
 class JsonCallList:
     """Reads ``[{...}, {...}]``. What is wrong behind the first call ends the list and is text."""
 
-    def __init__(self, calls: CallSequence, names: Sequence[str] | None = None) -> None:
+    def __init__(self, calls: CallSequence) -> None:
         self.state = ReaderState.OPEN
         self.rest = ""
         self._calls = calls
-        self._names = names
         self._buffer = ""
         self._raw = ""  # everything so far, until a call has begun
         self._call: JsonCall | None = None
@@ -56,7 +53,7 @@ class JsonCallList:
         if char not in self._expected:
             self._end(self._buffer)
         elif char == "{":
-            self._call = JsonCall(self._calls, names=self._names)
+            self._call = JsonCall(self._calls)
         else:
             self._buffer = self._buffer[1:]
             self._expected = "{"

@@ -10,7 +10,6 @@ from aserve.parsing.call_reader import short_call_id
 from aserve.parsing.deltas import ReasoningParser, TextParser
 from aserve.parsing.headed_call import DEEPSEEK_HEADER, DEEPSEEK_TAIL, HeadedCall
 from aserve.parsing.json_call import JsonCall
-from aserve.parsing.json_list import JsonCallList
 from aserve.parsing.markers import SPACES
 from aserve.parsing.mistral_calls import MistralCalls
 from aserve.parsing.pythonic_calls import PythonicCalls
@@ -61,9 +60,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         inner_markers=("<\uff5ctool\u2581sep\uff5c>",),
     ),
 }
-FORCED_CALLS = CallFormat(
-    markers=(), make_reader=lambda calls, tools: JsonCallList(calls), bare="["
-)  # what a grammar makes a model write that has to call a function
 
 REASONING_TAGS: Mapping[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
@@ -113,6 +109,11 @@ class AnswerFormat:
     reasoning: str | None = None
 
     @property
+    def reasoning_tags(self) -> tuple[str, str] | None:
+        """What stands around reasoning, None if nothing of the kind does."""
+        return REASONING_TAGS.get(self.reasoning or "")
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """What the parsers have to see; some of it may be special tokens, which decoding leaves out otherwise."""
         if HARMONY in (self.tool, self.reasoning):
@@ -136,16 +137,12 @@ class AnswerFormat:
         tools: Tools | None = None,
         *,
         is_open: bool = False,
-        is_forced: bool = False,
         max_calls: int | None = None,
     ) -> AnswerParser | None:
         """Return a new parser of one answer, None if there is nothing to be found in it.
 
-        ``tools`` None: calls are text. ``is_open``: the prompt has begun the reasoning. ``is_forced``: a grammar makes
-        the answer a list of calls.
+        ``tools`` None: calls are text. ``is_open``: the prompt has begun the reasoning.
         """
-        if is_forced:
-            return AnswerParser(None, ToolCallParser(FORCED_CALLS, tools or {}), max_calls=max_calls)
         finds_calls = tools is not None and self.tool is not None
         if HARMONY in (self.tool, self.reasoning):
             return AnswerParser(harmony.HarmonyParser(finds_calls=finds_calls), None, max_calls=max_calls)

@@ -7,6 +7,8 @@ from typing import Protocol
 from aserve.config import Config
 from aserve.engine.async_engine import AsyncEngine
 from aserve.errors import AserveError, CapacityError, EngineDeadError, NotFoundError
+from aserve.parsing.registry import choose_format
+from aserve.server.answer_style import AnswerStyle
 from aserve.server.heartbeat import Heartbeat
 from aserve.server.live_responses import LiveResponses
 from aserve.server.response_archive import ResponseArchive
@@ -45,7 +47,16 @@ class ServerState:
         )
         self.live_responses = LiveResponses(config.server.resume_grace_s)
         self.is_draining = False
+        choose_format("", config.server.tool_call_parser, config.server.reasoning_parser)  # raises for unknown names
+        self._answer_style: AnswerStyle | None = None  # made when the model is there
         self._connections: set[OpenConnection] = set()
+
+    @property
+    def answer_style(self) -> AnswerStyle:
+        """How the model writes calls and reasoning; raises CapacityError while it is loading."""
+        if self._answer_style is None:
+            self._answer_style = AnswerStyle(self.engine.tokenizer, self.config)
+        return self._answer_style
 
     def register(self, connection: OpenConnection) -> None:
         """Have ``connection`` ended when the server stops."""

@@ -1,31 +1,18 @@
 """From a GrammarSpec to the text that llguidance compiles, after cheap checks of form and depth."""
 
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 
 import orjson
 from llguidance import LLMatcher
 
 from aserve.errors import ClientError
 from aserve.request import GrammarSpec
+from aserve.structured.answer_grammar import ANSWER, answer_to_lark
+from aserve.structured.answer_rules import AnswerRules
+from aserve.structured.json_schema import ANY_OBJECT, from_schema, load_json
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions  # exists for type checkers only
-
-MAX_SCHEMA_DEPTH = 100  # of objects and arrays within each other
 MAX_CHOICES = 4096
-WHITE_SPACE = " ?"  # at each place where JSON allows any; a model cannot stay there for ever
-JSON_OPTIONS: "JsonCompileOptions" = {  # all of them, since a schema may bring its own under "x-guidance"
-    "item_separator": ",",
-    "key_separator": ":",
-    "whitespace_pattern": WHITE_SPACE,
-    "whitespace_flexible": True,
-    "coerce_one_of": False,
-    "lenient": False,
-    "json_allow_general_unicode_escapes": False,
-}
-ANY_OBJECT = '{"type":"object"}'
+LARK_KINDS = ("lark", "choice")  # their text is in Lark's notation, that of the others JSON around it
 
 
 def to_llguidance(spec: GrammarSpec) -> str:
@@ -41,26 +28,13 @@ def to_llguidance(spec: GrammarSpec) -> str:
             return str(LLMatcher.grammar_from_lark(spec.text))
         case "choice":
             return str(LLMatcher.grammar_from_lark(choice_to_lark(spec.text)))
-
-
-def from_schema(text: str) -> str:
-    """Return the grammar of a JSON schema, which must be an object."""
-    schema = _load(text, "the JSON schema")
-    if not isinstance(schema, dict):
-        raise ClientError("the JSON schema must be an object", param="grammar")
-    for node, depth in walk(schema):
-        if depth > MAX_SCHEMA_DEPTH:
-            raise ClientError(f"the JSON schema is nested more than {MAX_SCHEMA_DEPTH} levels deep", param="grammar")
-        check_node(node)
-    try:
-        return str(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
-    except ValueError as error:
-        raise ClientError(f"the JSON schema cannot be used: {error}", param="grammar") from None
+        case "answer":
+            return from_rules(AnswerRules.of(spec))
 
 
 def choice_to_lark(text: str) -> str:
     """Return the grammar of a JSON list of strings."""
-    choices = _load(text, "the list of choices")
+    choices = load_json(text, "the list of choices")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise ClientError("choices must be a list of strings", param="grammar")
     if not 1 <= len(choices) <= MAX_CHOICES:
@@ -70,30 +44,12 @@ def choice_to_lark(text: str) -> str:
     return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
-def walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield every object and array within ``value``, with its depth."""
-    stack = [(value, 1)]
-    while stack:
-        node, depth = stack.pop()
-        yield node, depth
-        inner = node.values() if isinstance(node, dict) else node
-        stack.extend((item, depth + 1) for item in inner if isinstance(item, dict | list))
-
-
-def check_node(node: Any) -> None:
-    """Refuse what llguidance would take, but not hold outputs to."""
-    if not isinstance(node, dict):
-        return
-    fewest = node.get("minProperties")
-    named = node.get("required")
-    if isinstance(fewest, int) and fewest > 1 + len(named if isinstance(named, list) else ()):
-        raise ClientError(
-            "minProperties cannot be enforced beyond one more than the required properties", param="grammar"
-        )
-
-
-def _load(text: str, what: str) -> Any:
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ClientError(f"{what} is not valid JSON: {error}", param="grammar") from None
+def from_rules(rules: AnswerRules) -> str:
+    """Return the grammar of a whole answer; what it may say instead of calls is a grammar of its own in it."""
+    grammars = [{"lark_grammar": answer_to_lark(rules)}]
+    if rules.answer is not None:
+        spec = GrammarSpec(*rules.answer)
+        text = to_llguidance(spec)
+        answer = {"lark_grammar": text} if spec.kind in LARK_KINDS else orjson.loads(text)["grammars"][0]
+        grammars.append({**answer, "name": ANSWER})
+    return orjson.dumps({"grammars": grammars}).decode()

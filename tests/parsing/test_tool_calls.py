@@ -215,14 +215,13 @@ def test_mistral_gets_ids_that_its_templates_take_back() -> None:
             assert delta.id.isalnum()
 
 
-def test_a_forced_list_of_calls_and_at_most_one_call() -> None:
-    answer = f'[{{"name": "get_weather", "arguments": {WRITTEN}}}, {{"name": "get_time", "arguments": {{}}}}]'
-    parser = AnswerFormat().parser(TOOLS, is_forced=True)
+def test_calls_beyond_the_first_are_dropped_on_demand() -> None:
+    answer = (
+        f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {WRITTEN}}}, {{"name": "get_time", "arguments": {{}}}}]'
+    )
+    parser = AnswerFormat("mistral").parser(TOOLS, max_calls=1)
     assert parser is not None
-    assert parse(parser, list(answer)) == ("", "", [("get_weather", WRITTEN), ("get_time", "{}")])
-    single = AnswerFormat("hermes").parser(TOOLS, is_forced=True, max_calls=1)
-    assert single is not None
-    assert parse(single, list(answer)) == ("", "", [("get_weather", WRITTEN)])
+    assert parse(parser, list(answer)) == ("", "", [("get_weather", WRITTEN)])
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:

@@ -1,0 +1,100 @@
+"""The parts of an answer and the deltas between their ends, however the answer is cut."""
+
+import json
+
+import pytest
+from doubles_parsing import TOOLS, cuts
+
+from aserve.parsing.answer_reader import (
+    AnswerDelta,
+    AnswerPart,
+    AnswerReader,
+    CallPart,
+    PartEnd,
+    ReasoningPart,
+    TextPart,
+)
+from aserve.parsing.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from aserve.parsing.registry import AnswerFormat
+from aserve.request import FinishReason, RequestOutput
+
+ANSWER = (
+    "<think>\nHm, Prague.\n</think>\n\nLet me see.\n"
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pra } gue", "days": 3}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+)
+PARTS = [
+    ("reasoning", "Hm, Prague."),
+    ("text", "Let me see."),
+    ("get_weather", '{"city": "Pra } gue", "days": 3}'),
+    ("get_time", "{}"),
+]
+
+
+def new_reader() -> AnswerReader:
+    parser = AnswerFormat("hermes", "think").parser(TOOLS)
+    assert parser is not None
+    return AnswerReader(parser)
+
+
+def output(text: str, finish_reason: FinishReason | None = None) -> RequestOutput:
+    return RequestOutput("r", text, [1], 5, 1, 0, finish_reason)
+
+
+def content(part: AnswerPart) -> tuple[str, str]:
+    if isinstance(part, CallPart):
+        return part.name, part.arguments
+    return ("text" if isinstance(part, TextPart) else "reasoning"), part.text
+
+
+def read(pieces: list[str]) -> tuple[AnswerReader, list[AnswerDelta]]:
+    reader = new_reader()
+    deltas: list[AnswerDelta] = []
+    for place, piece in enumerate(pieces):
+        deltas += reader.read(output(piece, FinishReason.STOP if place == len(pieces) - 1 else None))
+    return reader, deltas
+
+
+def test_the_parts_are_the_same_however_the_answer_is_cut() -> None:
+    for pieces in cuts(ANSWER):
+        reader, deltas = read(pieces)
+        assert [content(part) for part in reader.parts] == PARTS, pieces
+        assert [delta.part for delta in deltas if isinstance(delta, PartEnd)] == reader.parts
+        assert (reader.text, reader.reasoning, len(reader.calls)) == ("Let me see.", "Hm, Prague.", 2)
+        assert reader.has_whole_calls
+
+
+def test_deltas_between_two_ends_add_up_to_the_part() -> None:
+    _, deltas = read(list(ANSWER))
+    part_of = {TextDelta: TextPart, ReasoningDelta: ReasoningPart, ToolCallStart: CallPart, ToolCallArguments: CallPart}
+    kinds: set[type] = set()
+    text = ""
+    for delta in deltas:
+        if isinstance(delta, PartEnd):
+            assert (kinds, text) == ({type(delta.part)}, content(delta.part)[1])
+            kinds, text = set(), ""
+        else:
+            kinds.add(part_of[type(delta)])
+            text += "" if isinstance(delta, ToolCallStart) else delta.text
+    assert not kinds
+
+
+@pytest.mark.parametrize("end", range(ANSWER.index("arguments"), len(ANSWER)))
+def test_a_cut_call_is_told_from_a_whole_one(end: int) -> None:
+    reader, _ = read([ANSWER[:end]])
+    last = reader.calls[-1].arguments if reader.calls else ""
+    try:
+        is_whole = isinstance(json.loads(last), dict)
+    except ValueError:
+        is_whole = False
+    assert reader.has_whole_calls is is_whole
+
+
+def test_reasoning_tokens_are_counted_and_the_end_comes_once() -> None:
+    reader = new_reader()
+    for piece in ("<think>", "Hm", ".", "</think>", "Yes"):
+        reader.read(output(piece))
+    assert reader.num_reasoning_tokens == 3  # the closing tag is none
+    assert [delta.part for delta in reader.end() if isinstance(delta, PartEnd)] == [TextPart("Yes")]
+    assert reader.end() == []
+    assert reader.parts == [ReasoningPart("Hm."), TextPart("Yes")]
