@@ -91,7 +91,7 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one")
     api_key: str | None = option(
-        None, f"key that clients must send (Bearer), HTTP and WebSocket; also {API_KEY_VARIABLE}"
+        None, f"key that clients must send (Bearer or X-Api-Key), HTTP and WebSocket; also {API_KEY_VARIABLE}"
     )
     allowed_origins: tuple[str, ...] = option((), "browser origins allowed besides the server's own; '*' allows all")
     tool_call_parser: str = option(

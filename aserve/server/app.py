@@ -17,6 +17,7 @@ from aserve.server.chat_page import static_routes
 from aserve.server.completions import Completions
 from aserve.server.health import Health, MetricsPage, Ready, show_version
 from aserve.server.http_responses import http_responses_routes
+from aserve.server.messages import messages_routes
 from aserve.server.middleware import ErrorCatch, ReadyGate, RequestIds
 from aserve.server.models import JsonEndpoint, detokenize, list_models, show_model, tokenize
 from aserve.server.origin import OriginGate
@@ -33,7 +34,14 @@ def create_app(engine: AsyncEngine, config: Config, state: ServerState | None = 
     pages = static_routes()
     open_paths = {*PROBES, *(page.path for page in pages if isinstance(page, Route))}
     app = Starlette(
-        routes=[*_probes(state), *_model_api(state), *responses_routes(state), *http_responses_routes(state), *pages],
+        routes=[
+            *_probes(state),
+            *_model_api(state),
+            *messages_routes(state),
+            *responses_routes(state),
+            *http_responses_routes(state),
+            *pages,
+        ],
         middleware=[
             Middleware(RequestIds),
             Middleware(OriginGate, config.server.allowed_origins),
@@ -68,5 +76,5 @@ def _model_api(state: ServerState) -> list[BaseRoute]:
 
 
 async def _raise_again(request: Request, error: Exception) -> Response:
-    """Leave the router's errors to ErrorCatch, which gives them OpenAI's shape."""
+    """Leave the router's errors to ErrorCatch, which gives them the protocol's shape."""
     raise error

@@ -5,7 +5,7 @@ A pure ASGI middleware, so that WebSockets pass through it like everything else,
 
 import hashlib
 import hmac
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -32,7 +32,9 @@ class KeyGate:
         if self._digest is None or self._is_open(scope) or self._has_key(scope):
             await self._app(scope, receive, send)
             return
-        error = UnauthorizedError("a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
+        error = UnauthorizedError(
+            "a valid API key is required: Authorization: Bearer KEY, or X-Api-Key: KEY", code="invalid_api_key"
+        )
         await refuse(scope, receive, send, error)
 
     def _is_open(self, scope: Scope) -> bool:
@@ -40,19 +42,19 @@ class KeyGate:
         return is_read and scope["raw_path"] in self._open_paths
 
     def _has_key(self, scope: Scope) -> bool:
-        given = _given_key(scope)
-        return given is not None and hmac.compare_digest(_digest(given), self._digest or b"")
+        return any(hmac.compare_digest(_digest(given), self._digest or b"") for given in _given_keys(scope))
 
 
-def _given_key(scope: Scope) -> bytes | None:
+def _given_keys(scope: Scope) -> Iterator[bytes]:
     scheme, _, key = (header(scope, b"authorization") or b"").partition(b" ")
     if scheme.lower() == b"bearer" and key.strip():
-        return key.strip()
+        yield key.strip()
+    if key := (header(scope, b"x-api-key") or b"").strip():
+        yield key
     if scope["type"] == "websocket":
         for protocol in scope.get("subprotocols", ()):
             if protocol.startswith(KEY_SUBPROTOCOL):
-                return str(protocol).removeprefix(KEY_SUBPROTOCOL).encode()
-    return None
+                yield str(protocol).removeprefix(KEY_SUBPROTOCOL).encode()
 
 
 def _digest(key: bytes) -> bytes:

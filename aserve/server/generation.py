@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +19,18 @@ from aserve.server.stream_sink import FrameBuilder, Outlet, StreamSink
 from aserve.server.transport import EXTENSION, FrameTransport
 
 AnySink = TypeVar("AnySink", bound=Sink)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """What a protocol's streams say besides the frames of their requests."""
+
+    opening: bytes = b""
+    keep_alive: bytes = KEEP_ALIVE
+    ending: bytes = DONE
+
+
+OPENAI_FORM = StreamForm()
 
 
 class Generation:
@@ -113,25 +126,29 @@ async def stream(
     send: Send,
     requests: Sequence[Request],
     builders: Sequence[FrameBuilder],
-    closing_frame: Callable[[], bytes],
+    closing_frame: Callable[[], bytes] = bytes,
     sink_type: type[StreamSink] = StreamSink,
+    form: StreamForm = OPENAI_FORM,
 ) -> None:
-    """Answer with server-sent events, one builder per request; ``closing_frame`` comes before ``[DONE]``.
+    """Answer with server-sent events, one builder per request; ``closing_frame`` comes before the form's ending.
 
     Raises what the engine says to the requests before anything is sent. Frames go from the sinks straight to the
     transport; this task only waits for the end.
     """
     transport = transport_of(scope)
-    outlet = Outlet(transport, KEEP_ALIVE)
+    outlet = Outlet(transport, form.keep_alive)
     generation = Generation(state, transport)
     sinks = generation.start(requests, lambda choice, on_end: sink_type(outlet, builders[choice], on_end))
     try:
         await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+        if form.opening:
+            outlet.write(form.opening)
         outlet.open()
         state.heartbeat.add(outlet)
         await generation.ended
         has_failed = any(sink.has_failed for sink in sinks)
-        outlet.write(DONE if has_failed else closing_frame() + DONE)
+        if ending := form.ending if has_failed else closing_frame() + form.ending:
+            outlet.write(ending)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
     finally:
         generation.abort()

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from aserve.errors import AserveError, CapacityError, ClientError, NotFoundError
 from aserve.server.errors import MethodNotAllowedError
 from aserve.server.json_body import ClientGoneError
+from aserve.server.messages_errors import is_messages_path
 from aserve.server.refusal import header, refuse
 from aserve.server.state import ServerState
 
@@ -29,18 +30,21 @@ class RequestIds:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Put the id into ``scope["state"]["request_id"]`` and the X-Request-Id header."""
+        """Put the id into ``scope["state"]["request_id"]`` and the header in which the path's clients look for it."""
         given = header(scope, b"x-request-id")
         request_id = given if given and REQUEST_ID.fullmatch(given) else uuid4().hex.encode()
         scope.setdefault("state", {})["request_id"] = request_id.decode()
         started_s = time.monotonic()
         status = 0
+        id_headers = [(b"x-request-id", request_id)]
+        if is_messages_path(scope):
+            id_headers.append((b"request-id", request_id))
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] in ("http.response.start", "websocket.accept", "websocket.http.response.start"):
                 status = message.get("status", 101)
-                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
+                message = {**message, "headers": [*message.get("headers", ()), *id_headers]}
             await send(message)
 
         try:
@@ -74,7 +78,7 @@ class ReadyGate:
 
 
 class ErrorCatch:
-    """Turns what escapes into an answer of OpenAI's shape; once a response has begun, cuts it off instead."""
+    """Turns what escapes into an answer of the protocol's shape; once a response has begun, cuts it off instead."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from aserve.server.errors import ForbiddenError
 from aserve.server.refusal import header, refuse
 
-EXPOSED = b"x-request-id, retry-after"
+EXPOSED = b"x-request-id, request-id, retry-after"
 PREFLIGHT_SECONDS = b"600"
 
 

@@ -7,6 +7,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from aserve.server.errors import report_error
+from aserve.server.messages_errors import is_messages_path, messages_error
 
 REFUSAL_EXTENSION = "websocket.http.response"
 POLICY_VIOLATION = 1008
@@ -19,9 +20,10 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 async def refuse(scope: Scope, receive: Receive, send: Send, error: BaseException) -> None:
-    """Answer with ``error`` in OpenAI's shape; a WebSocket gets it as the answer to its handshake."""
+    """Answer with ``error`` in the shape of the path's protocol; a WebSocket gets it as the answer to its handshake."""
     report = report_error(error)
-    body = orjson.dumps(report.body())
+    is_messages = is_messages_path(scope)
+    body = orjson.dumps(messages_error(report, scope["state"]["request_id"]) if is_messages else report.body())
     is_websocket = scope["type"] == "websocket"
     if is_websocket and REFUSAL_EXTENSION not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": POLICY_VIOLATION})

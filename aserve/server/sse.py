@@ -1,9 +1,11 @@
 """Server-sent events as bytes; pure functions, no stream, no socket.
 
-An event is one ``data:`` line and a blank line. JSON escapes every line end below U+0080 itself; the three that it
-lets through and that clients with a Unicode-aware line splitter cut at are escaped here.
+An event is one ``data:`` line, in some protocols after one with its name, and a blank line. JSON escapes every line
+end below U+0080 itself; the three that it lets through and that clients with a Unicode-aware line splitter cut at are
+escaped here.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -42,3 +44,8 @@ def escape_line_ends(encoded: bytes) -> bytes:
 def event(value: Any) -> bytes:
     """Return one event that carries ``value`` as JSON."""
     return b"data: %b\n\n" % encode_json(value)
+
+
+def named_event(name: str, fields: Mapping[str, Any]) -> bytes:
+    """Return one event called ``name``, which its JSON repeats as ``type`` before ``fields``."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json({"type": name, **fields}))

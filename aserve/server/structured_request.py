@@ -1,7 +1,8 @@
 """The fields by which clients ask for structured output, as one grammar for the engine; no I/O.
 
-``response_format`` (chat and completions) and ``text.format`` (responses) are OpenAI's, ``guided_*`` and
-``structured_outputs`` vLLM's, ``regex``, ``ebnf`` and ``json_schema`` SGLang's.
+``response_format`` (chat and completions) and ``text.format`` (responses) are OpenAI's, ``output_config.format``
+(messages) is Anthropic's, ``guided_*`` and ``structured_outputs`` are vLLM's, ``regex``, ``ebnf`` and ``json_schema``
+SGLang's.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +38,7 @@ MAX_NAME_CHARS = 64
 def grammar_from(fields: Mapping[str, Any], format_field: str = "response_format") -> GrammarSpec | None:
     """Return what the output must match, None for any text.
 
-    ``format_field`` is "response_format" or "text.format". Raises ClientError that names the field at fault, and for
+    ``format_field`` is the name of the protocol's own field. Raises ClientError that names the field at fault, and for
     two that ask for a grammar each.
     """
     asked = _asked_grammars(fields, format_field)
@@ -95,6 +96,8 @@ def _read_format(value: Any, name: str) -> GrammarSpec | None:
             param=f"{name}.type",
             code="unsupported_parameter",
         )
+    if name == "output_config.format":  # which has no name
+        return _read_schema(value.get("schema"), f"{name}.schema")
     if name != "response_format":  # responses have the fields of json_schema beside the type
         return _read_named_schema(value, name)
     return _read_named_schema(value.get("json_schema"), f"{name}.json_schema")

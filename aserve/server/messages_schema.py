@@ -1,0 +1,130 @@
+"""The fields of /v1/messages and /v1/messages/count_tokens, checked and turned into what the engine takes; no I/O.
+
+Fields of the other endpoints that choose how tokens are sampled mean the same here, and what those refuse by name is
+refused too. ``null`` means absent; fields in no list are ignored.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from aserve.errors import ClientError
+from aserve.request import MAX_STOP_STRINGS, SamplingParams
+from aserve.server.messages_input import read_conversation
+from aserve.server.schema import CommonBody, Messages, check_template_kwargs, convert_body, sampling_params
+from aserve.server.structured_request import grammar_from
+
+OUTPUT_FORMAT = "output_config.format"
+
+# Say how a hosted service bills, routes, caches or shortens; one server with one model has no use for them.
+ACCEPTED_WITHOUT_EFFECT = frozenset({
+    "billing_policy", "cache_control", "compaction", "context_management", "diagnostics", "fallback_credit_token",
+    "fallbacks", "inference_geo", "service_tier", "speed", "user_profile_id", "workspace_id",
+})  # fmt: skip
+REFUSED = frozenset({"container", "mcp_servers", "thread"})  # stand for something that is not here
+RENAMED = {  # names of the other endpoints -> what to use here
+    "max_completion_tokens": "max_tokens",
+    "response_format": OUTPUT_FORMAT,
+    "stop": "stop_sequences",
+}
+THINKS = {"enabled": True, "adaptive": True, "disabled": False}
+
+
+class ThinkingConfig(msgspec.Struct, kw_only=True):
+    """Whether to think first, as far as the template lets a request choose; how long is for the model to say."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+
+class PromptBody(CommonBody, kw_only=True):
+    """What the prompt is made of; what is in the messages is checked in ``messages_input.py``."""
+
+    messages: Messages
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] = msgspec.field(default_factory=list)
+    thinking: ThinkingConfig | None = None
+    output_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class MessagesBody(PromptBody, kw_only=True):
+    """Body of a message: it has to say how long the answer may be. 0 computes the prompt for later requests."""
+
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagesRequest:
+    """One checked body."""
+
+    messages: list[dict[str, Any]]  # as the chat template takes them
+    params: SamplingParams
+    model: str | None
+    priority: int
+    is_streamed: bool
+    template_kwargs: dict[str, Any]
+
+    @property
+    def continues_answer(self) -> bool:
+        """Whether the conversation ends with the beginning of the answer."""
+        return bool(self.messages[-1]["role"] == "assistant")
+
+
+def parse_message(body: Mapping[str, Any], vocab_size: int) -> MessagesRequest:
+    """Check the body of a message to be made; raise ClientError that names the field at fault."""
+    return _parse(body, MessagesBody, vocab_size)
+
+
+def parse_count(body: Mapping[str, Any], vocab_size: int) -> MessagesRequest:
+    """Check the body of a prompt whose tokens are to be counted; raise ClientError that names the field at fault."""
+    return _parse(body, PromptBody, vocab_size)
+
+
+def _parse(body: Mapping[str, Any], kind: type[PromptBody], vocab_size: int) -> MessagesRequest:
+    fields = convert_body(_without_foreign(body), kind)
+    if fields.n != 1:
+        raise ClientError("n other than 1 is not supported", param="n", code="unsupported_parameter")
+    messages = read_conversation(fields.messages, fields.system)
+    if messages[-1].get("tool_calls"):
+        raise ClientError("the last message of the conversation must not end with a tool_use block", param="messages")
+    template_kwargs = {**_thinking_kwargs(fields.thinking), **fields.chat_template_kwargs}
+    check_template_kwargs(template_kwargs)
+    return MessagesRequest(
+        messages=messages,
+        params=_sampling(fields, body, vocab_size),
+        model=fields.model,
+        priority=fields.priority,
+        is_streamed=fields.stream,
+        template_kwargs=template_kwargs,
+    )
+
+
+def _without_foreign(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that mean something here; raise ClientError for those that would have to."""
+    fields = {name: value for name, value in body.items() if value is not None and name not in ACCEPTED_WITHOUT_EFFECT}
+    if refused := sorted(REFUSED & fields.keys()):
+        raise ClientError(f"{refused[0]} is not supported", param=refused[0], code="unsupported_parameter")
+    if renamed := sorted(RENAMED.keys() & fields.keys()):
+        name = renamed[0]
+        raise ClientError(f"{name} is not a field here; use {RENAMED[name]}", param=name, code="unsupported_parameter")
+    return fields
+
+
+def _thinking_kwargs(thinking: ThinkingConfig | None) -> dict[str, Any]:
+    return {} if thinking is None or thinking.type not in THINKS else {"enable_thinking": THINKS[thinking.type]}
+
+
+def _sampling(fields: PromptBody, body: Mapping[str, Any], vocab_size: int) -> SamplingParams:
+    fields.stop = fields.stop_sequences
+    grammar = grammar_from(body, OUTPUT_FORMAT)
+    try:
+        return sampling_params(fields, vocab_size, max_tokens=fields.max_tokens, grammar=grammar)
+    except ClientError as error:
+        if error.param == "stop":
+            error.param = "stop_sequences"
+        raise
