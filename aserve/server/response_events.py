@@ -36,6 +36,9 @@ class ResponseStatus(StrEnum):
     FAILED = "failed"
 
 
+MAX_OUTPUT_TOKENS = "max_output_tokens"  # why a response is incomplete
+STEERED = "steered"
+
 # The protocol has three terminal events; a response that was cancelled is incomplete without a reason.
 TERMINAL_EVENTS = {
     ResponseStatus.COMPLETED: "response.completed",
@@ -141,10 +144,12 @@ class ResponseEvents:
         usage: Usage | None = None,
         completed_at: int | None = None,
         error: Mapping[str, Any] | None = None,
+        reason: str | None = None,
     ) -> list[Event]:
         """Return the events that close the message, if there is one, and the terminal event.
 
-        A completed response has an item even if its text is empty, unless it was a warm-up.
+        ``reason`` is why it is incomplete. A completed response has an item even if its text is empty, unless it was a
+        warm-up.
         """
         events: list[Event] = []
         is_completed = status is ResponseStatus.COMPLETED
@@ -153,10 +158,19 @@ class ResponseEvents:
         if self._message is not None:
             self._close_message(self._message, events, "completed" if is_completed else "incomplete")
         self._status = status
-        response = self._response(status, usage=usage, completed_at=completed_at, error=error)
+        response = self._response(status, usage=usage, completed_at=completed_at, error=error, reason=reason)
         self._final = orjson.dumps(response)
         events.append(self._event(TERMINAL_EVENTS[status], response=orjson.Fragment(self._final)))
         return events
+
+    def notice(self, name: str, fields: Mapping[str, Any]) -> Event:
+        """Return an event that stands among those of the response without being about its output."""
+        return self._event(name, **fields)
+
+    def take_number(self) -> int:
+        """Return the next sequence number, for an event that is built elsewhere."""
+        self._sequence_number += 1
+        return self._sequence_number - 1
 
     def _open_message(self, events: list[Event]) -> OpenMessage:
         message = self._message = OpenMessage(self._new_id("msg"), len(self._output))
@@ -184,9 +198,9 @@ class ResponseEvents:
         usage: Usage | None = None,
         completed_at: int | None = None,
         error: Mapping[str, Any] | None = None,
+        reason: str | None = None,
     ) -> dict[str, Any]:
         request, params = self._request, self._request.params
-        is_cut = status is ResponseStatus.INCOMPLETE
         return {
             "id": self.response_id,
             "object": "response",
@@ -194,7 +208,7 @@ class ResponseEvents:
             "completed_at": completed_at,
             "status": status,
             "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "incomplete_details": None if reason is None else {"reason": reason},
             "background": request.background,
             "instructions": request.instructions,
             "max_output_tokens": params.max_tokens or None,

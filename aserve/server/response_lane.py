@@ -1,6 +1,7 @@
 """A lane of a Responses WebSocket: creates run one after another, the latest response can be continued.
 
-The default lane has no ``stream_id``. Nothing here outlives the socket, but for what is resumable.
+The default lane has no ``stream_id``. Nothing here outlives the socket, but for what is resumable. A response that was
+steered is followed by its successor before the next create has its turn.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from aserve.errors import NotFoundError
+from aserve.server.lane_steering import LaneSteering
 from aserve.server.live_responses import LiveResponse
 from aserve.server.response_archive import KeptResponse
 from aserve.server.response_events import ResponseStatus, payload_of
@@ -62,6 +64,10 @@ class Lane:
     current: QueuedCreate | None = None  # whose turn it is
     running: ResponseRun | None = None
     is_busy: bool = False
+    steering: LaneSteering = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steering = LaneSteering(self.owner.outlet, self.stream_id)
 
     async def run(self, on_idle: Callable[[], None]) -> None:
         """Run what is queued; call ``on_idle`` when the queue is empty."""
@@ -69,24 +75,41 @@ class Lane:
             async with self.owner.slots:
                 await self.owner.drain()
                 self.current = self.queue.popleft()
-                await self._respond(self.current)
+                await self._take_turn(self.current)
                 self.current = None
         self.is_busy = False
         on_idle()
 
     def cancel(self) -> None:
         """Cancel what runs, else the create whose turn is next; nothing to do in an idle lane."""
-        if self.running is not None:
+        if self.running is not None and self.running.status is ResponseStatus.IN_PROGRESS:
             self.running.cancel()
-        elif self.current is not None:  # what it continues is being looked up
+        elif self.current is not None:  # what it continues is being looked up, or its successor about to be made
             self.current.is_cancelled = True
         elif self.queue:  # its task has not come to it yet, or waits for a slot or for the peer
             self.queue[0].is_cancelled = True
 
+    async def _take_turn(self, create: QueuedCreate) -> None:
+        """Answer one create, and what steers the answer."""
+        await self._respond(create)
+        while self.steering.waiting:
+            await self._succeed(create)
+        self.steering.end()
+
+    async def _succeed(self, create: QueuedCreate) -> None:
+        """Run the successor of the response that was steered; hand its input back if there can be none."""
+        try:
+            request = self.steering.successor()
+            self.owner.check_open()
+            await self._generate(request, self.latest, create)
+        except Exception as error:  # as for a create
+            if not self.steering.waiting:  # it had begun
+                self.owner.send_error(error, self.stream_id)
+            self.steering.hand_back(error)
+
     async def _respond(self, create: QueuedCreate) -> None:
-        """Answer one create, with a response or an error event; a failed continuation evicts what it continued."""
+        """Answer one create, with a response or an error event."""
         payload = create.payload
-        previous_id = payload.get("previous_response_id")
         try:
             self.owner.check_open()
             if payload["type"] == "response.resume":
@@ -96,20 +119,16 @@ class Lane:
             if request.background:
                 raise unsupported("background", "background on a WebSocket")
             previous = await self._previous(request.previous_response_id)
-            status = await self._generate(request, previous, create)
+            await self._generate(request, previous, create)
         except Exception as error:  # one create's failure ends neither the lane nor the socket
-            self._forget(previous_id)
+            self._forget(payload.get("previous_response_id"))
             self.owner.send_error(error, self.stream_id)
-        else:
-            if status is ResponseStatus.FAILED:
-                self._forget(previous_id)
 
-    async def _generate(
-        self, request: ResponseRequest, previous: KeptResponse | None, create: QueuedCreate
-    ) -> ResponseStatus:
+    async def _generate(self, request: ResponseRequest, previous: KeptResponse | None, create: QueuedCreate) -> None:
+        """Run one response; a failed continuation evicts what it continued."""
         state, outlet = self.owner.state, self.owner.outlet
         live: LiveResponse | None = None
-        if request.is_resumable:
+        if request.outlives_client:
             live, run = new_live(state, request, self.lease)
         else:
             run = new_run(state, request, outlet, socket_frames, self.stream_id, self.lease)
@@ -119,20 +138,18 @@ class Lane:
         try:
             await run.prepare(previous)
             run.open()
+            self.steering.begin(run)
             if live is None:
-                status = await run.wait()
+                await run.wait()
             else:
-                await follow(live, outlet, 0, self.stream_id)
-                status = run.status
+                await self._follow(live, 0)
         finally:
             self.running = None
             if live is None:
                 run.close()
             elif run.status is ResponseStatus.IN_PROGRESS and not live.log.end:  # refused before its first event
                 state.live_responses.forget(run.response_id)
-        if status is not ResponseStatus.FAILED:
-            self.latest = run.kept()
-        return status
+        self._keep(run)
 
     async def _resume(self, payload: Mapping[str, Any]) -> None:
         """Go on with the events of a response whose client was lost."""
@@ -140,11 +157,29 @@ class Lane:
         live = self.owner.state.live_responses.find(response_id)
         if live is None:
             raise NotFoundError("no such response can be resumed", param="response_id", code="response_not_found")
-        self.running = live.run
+        run = self.running = live.run
+        if run is not None:
+            self.steering.begin(run)
+        try:
+            await self._follow(live, start)
+        finally:
+            self.running = None
+        if run is not None:
+            self._keep(run)
+
+    async def _follow(self, live: LiveResponse, start: int) -> None:
+        self.steering.hold_notices()
         try:
             await follow(live, self.owner.outlet, start, self.stream_id)
         finally:
-            self.running = None
+            self.steering.release_notices()
+
+    def _keep(self, run: ResponseRun) -> None:
+        """Keep what has ended for the next turn, if it can be continued."""
+        if run.status is ResponseStatus.FAILED:
+            self._forget(run.request.previous_response_id)
+        else:
+            self.latest = run.kept()
 
     async def _previous(self, previous_id: str | None) -> KeptResponse | None:
         """Return what is continued, None for a new conversation."""

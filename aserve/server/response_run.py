@@ -11,7 +11,15 @@ from aserve.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from aserve.server.errors import blaming
 from aserve.server.logprobs import TokenNames, finite
 from aserve.server.response_archive import KeptResponse
-from aserve.server.response_events import Event, ResponseEvents, ResponseStatus, Usage, sse_frame
+from aserve.server.response_events import (
+    MAX_OUTPUT_TOKENS,
+    STEERED,
+    Event,
+    ResponseEvents,
+    ResponseStatus,
+    Usage,
+    sse_frame,
+)
 from aserve.server.response_items import Item, MessageItem
 from aserve.server.response_schema import TEXT_FORMAT, ResponseRequest
 from aserve.server.response_turns import chat_messages
@@ -30,9 +38,9 @@ class ResponseRun:
     """
 
     __slots__ = (
-        "_engine", "_frame", "_held_logprobs", "_history", "_is_cancelled", "_is_queued", "_is_submitted", "_last",
-        "_lease", "_names", "_on_end", "_on_written", "_outlet", "_output_ids", "_prompt", "_request", "_sink",
-        "_texts", "_written", "error", "events", "status",
+        "_engine", "_frame", "_held_logprobs", "_history", "_is_queued", "_is_steered", "_is_stopping",
+        "_is_submitted", "_last", "_lease", "_names", "_on_end", "_on_written", "_outlet", "_output_ids", "_prompt",
+        "_sink", "_texts", "_written", "error", "events", "is_cancelled", "request", "status",
     )  # fmt: skip
 
     def __init__(
@@ -51,7 +59,7 @@ class ResponseRun:
         self._is_queued = events.is_queued  # its first output must say that it has started
         self.status = ResponseStatus.IN_PROGRESS
         self.error: AserveError | None = None  # why it failed
-        self._request = request
+        self.request = request
         self._engine = engine
         self._outlet = outlet
         self._frame = frame
@@ -68,7 +76,9 @@ class ResponseRun:
         self._last: RequestOutput | None = None  # for the usage
         self._held_logprobs: list[Mapping[str, Any]] = []  # of tokens whose text is still held back
         self._is_submitted = False
-        self._is_cancelled = False
+        self._is_steered = False
+        self._is_stopping = False
+        self.is_cancelled = False  # its client wants nothing more of it
 
     @property
     def response_id(self) -> str:
@@ -78,7 +88,7 @@ class ResponseRun:
     @property
     def new_items(self) -> list[Item]:
         """What it answers, without the conversation before."""
-        return self._request.items
+        return self.request.items
 
     @property
     def _num_prompt_tokens(self) -> int:
@@ -87,28 +97,31 @@ class ResponseRun:
     def kept(self) -> KeptResponse:
         """Return what a continuation needs, once it has ended."""
         written = self._engine.tokenizer.written_span("".join(self._texts), self._output_ids)
-        items = [*self._history, *self._request.items, *self.events.items]
+        items = [*self._history, *self.request.items, *self.events.items]
         return KeptResponse(self.response_id, items, [*self._prompt, written] if self._output_ids else self._prompt)
 
     async def prepare(self, previous: KeptResponse | None) -> None:
         """Encode the conversation and queue it; raises what is known before the first event."""
-        await self.encode(previous)
-        if not self._is_cancelled:
+        num_items = -1
+        while num_items != len(self.request.items):  # what steers it may come in during the encoding
+            num_items = len(self.request.items)
+            await self.encode(previous)
+        if not self.is_cancelled:
             self._submit()
 
     async def encode(self, previous: KeptResponse | None) -> int:
         """Encode the conversation, and return the number of its tokens."""
         if previous is not None:
             self._history = previous.items
-        items = [*self._history, *self._request.items]
-        if self._request.instructions is not None:
-            items.insert(0, MessageItem("system", self._request.instructions))
-        await prepare_grammar(self._engine, self._request.params, self._request.formats, TEXT_FORMAT)
+        items = [*self._history, *self.request.items]
+        if self.request.instructions is not None:
+            items.insert(0, MessageItem("system", self.request.instructions))
+        await prepare_grammar(self._engine, self.request.params, self.request.formats, TEXT_FORMAT)
         with blaming("input"):
             self._prompt = await self._engine.prompts.encode_turn(
                 chat_messages(items),
                 previous.spans if previous is not None else (),
-                template_kwargs=self._request.template_kwargs,
+                template_kwargs=self.request.template_kwargs,
             )
         return self._num_prompt_tokens
 
@@ -126,9 +139,18 @@ class ResponseRun:
 
     def cancel(self) -> None:
         """End as cancelled, with what has been generated so far. Idempotent."""
-        self._is_cancelled = True
+        self.is_cancelled = self._is_stopping = True
         if self._is_submitted:
             self._engine.abort(self.response_id)
+
+    def steer(self) -> None:
+        """End as steered, with what has been generated so far, unless it ends otherwise before. Idempotent."""
+        self._is_steered = self._is_stopping = True  # the last frames may be made by the next line
+        self._is_steered = self._engine.abort(self.response_id)
+
+    def tell(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Write an event that is not about the output, before the last one."""
+        self._write(self._frame([self.events.notice(name, fields)]))
 
     def end(self, error: AserveError) -> None:
         """End as failed now."""
@@ -138,7 +160,7 @@ class ResponseRun:
 
     def close(self) -> None:
         """Make sure that the engine does not work for this response any more, and that nobody waits. Idempotent."""
-        self._is_cancelled = True
+        self.is_cancelled = True
         if self._is_submitted and not self._written.is_set():
             self._engine.abort(self.response_id)
         self._written.set()
@@ -152,7 +174,7 @@ class ResponseRun:
         if (
             text
             and output.finish_reason is None
-            and not (output.logprobs or self._held_logprobs or self._is_queued or self._is_cancelled)
+            and not (output.logprobs or self._held_logprobs or self._is_queued or self._is_stopping)
         ):
             return self._frame(self.events.delta(text))  # nearly every token; keeps nothing of the output alive
         if self._is_queued:
@@ -162,8 +184,10 @@ class ResponseRun:
 
     def failure_frames(self, error: AserveError) -> list[bytes]:
         """Return the frames that end the response before its last token, for ``error`` or at the client's wish."""
-        if self._is_cancelled:
+        if self.is_cancelled:
             return self._ending(ResponseStatus.CANCELLED)
+        if self._is_steered:
+            return self._ending(ResponseStatus.INCOMPLETE, reason=STEERED)
         self.error = error
         return self._ending(ResponseStatus.FAILED, failure_body(error))
 
@@ -177,15 +201,17 @@ class ResponseRun:
             frames = self._frame(self.events.delta(output.text, self._held_logprobs))
             self._held_logprobs = []
         if reason is not None:
-            frames += self._ending(self._status_of(reason))
+            is_cut = reason is FinishReason.LENGTH and self.request.generate
+            status = ResponseStatus.INCOMPLETE if is_cut else ResponseStatus.COMPLETED
+            frames += self._ending(status, reason=MAX_OUTPUT_TOKENS if is_cut else None)
         return frames
 
     def _submit(self) -> None:
         request = Request(
             request_id=self.response_id,
             prompt_token_ids=tuple(join_spans(self._prompt)),
-            params=self._request.params,
-            priority=self._request.priority,
+            params=self.request.params,
+            priority=self.request.priority,
             arrival_time_s=time.monotonic(),
             lease=self._lease,
         )
@@ -193,16 +219,13 @@ class ResponseRun:
         self._engine.add(request, self._sink)
         self._is_submitted = True
 
-    def _status_of(self, reason: FinishReason) -> ResponseStatus:
-        if reason is FinishReason.LENGTH and self._request.generate:
-            return ResponseStatus.INCOMPLETE
-        return ResponseStatus.COMPLETED
-
-    def _ending(self, status: ResponseStatus, error: Mapping[str, Any] | None = None) -> list[bytes]:
+    def _ending(
+        self, status: ResponseStatus, error: Mapping[str, Any] | None = None, reason: str | None = None
+    ) -> list[bytes]:
         self.status = status
         is_completed = status is ResponseStatus.COMPLETED
         completed_at = int(time.time()) if is_completed else None
-        events = self.events.ending(status, usage=self._usage(), completed_at=completed_at, error=error)
+        events = self.events.ending(status, usage=self._usage(), completed_at=completed_at, error=error, reason=reason)
         self._on_end(self)
         return self._frame(events)
 

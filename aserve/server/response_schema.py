@@ -92,6 +92,11 @@ class ResponseRequest:
     is_resumable: bool
     background: bool
 
+    @property
+    def outlives_client(self) -> bool:
+        """True if its events go into a log, from which its client reads."""
+        return self.is_resumable or self.background
+
 
 def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest:
     """Check the fields of one ``response.create``; raise ClientError that names the first one at fault."""

@@ -14,6 +14,8 @@ from aserve.server.json_body import parse_json
 from aserve.server.response_archive import KeptResponse
 from aserve.server.response_events import error_event
 from aserve.server.response_lane import Lane, QueuedCreate
+from aserve.server.response_start import new_id
+from aserve.server.response_steer import FAILED, SteerError, read_steer, steer_event
 from aserve.server.state import ServerState
 from aserve.server.stream_sink import Outlet
 from aserve.server.transport import FrameTransport
@@ -62,6 +64,9 @@ class ResponsesSession:
             message = await parse_json(text.encode())
             if not isinstance(message, dict):
                 raise ClientError("a message must be a JSON object", code="invalid_json")
+            if message.get("type") == "response.steer":  # the response that it names has a lane already
+                self._steer(message, len(text))
+                return
             stream_id = _read_stream_id(message)
             self._dispatch(message, stream_id, len(text))
         except AserveError as error:
@@ -119,9 +124,8 @@ class ResponsesSession:
             )
 
     def _queue(self, payload: Mapping[str, Any], stream_id: str | None, num_bytes: int) -> None:
-        queued = [create.num_bytes for lane in self._lanes.values() for create in lane.queue]
-        max_bytes = MAX_QUEUED_FRAMES * self.state.config.max_frame_mib * 2**20
-        if len(queued) >= MAX_QUEUED or sum(queued) + num_bytes > max_bytes:
+        num_queued = sum(len(lane.queue) for lane in self._lanes.values())
+        if num_queued >= MAX_QUEUED or not self._has_room(num_bytes):
             raise CapacityError("too many responses wait on this connection", status=429)
         lane = self._lane(stream_id)
         lane.queue.append(QueuedCreate(payload, num_bytes))
@@ -130,6 +134,13 @@ class ResponsesSession:
             task = self._tasks.create_task(lane.run(self._close_if_idle))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """True if a message of that length may wait besides those that do."""
+        lanes = self._lanes.values()
+        creates = sum(create.num_bytes for lane in lanes for create in lane.queue)
+        steers = sum(steer.num_bytes for lane in lanes for steer in lane.steering.waiting)
+        return creates + steers + num_bytes <= MAX_QUEUED_FRAMES * self.state.config.max_frame_mib * 2**20
 
     def _lane(self, stream_id: str | None) -> Lane:
         lane = self._lanes.get(stream_id)
@@ -156,6 +167,29 @@ class ResponsesSession:
                 return
         if not isinstance(response_id, str) or self.find_kept(response_id) is None:
             raise NotFoundError("no such response runs here", param="response_id", code="response_not_found")
+
+    def _steer(self, message: Mapping[str, Any], num_bytes: int) -> None:
+        """Pass user input on to the response that it names, or hand it back."""
+        steer = read_steer(message, new_id("steer"), num_bytes)
+        lanes = self._lanes.values()
+        lane = next((lane for lane in lanes if lane.steering.knows(steer.previous_response_id)), None)
+        try:
+            if lane is None:
+                raise SteerError("response_not_found", "no such response runs on this connection")
+            if "stream_id" in message:
+                raise SteerError("invalid_input", "stream_id is not a field here: the response has its lane")
+            if not self._has_room(num_bytes):
+                raise SteerError("too_many_pending_steers", "too much waits on this connection")
+            try:
+                self.check_open()
+            except AserveError as error:
+                raise SteerError("successor_creation_failed", report_error(error).message) from error
+            lane.steering.take(steer)
+        except SteerError as error:
+            if lane is not None:
+                lane.steering.refuse(steer, error)
+            else:
+                self.outlet.write(steer_event(FAILED, steer.failure(error, was_accepted=False), 0, None))
 
     def _expire(self) -> None:
         age_min = self.state.config.max_connection_age_s / 60

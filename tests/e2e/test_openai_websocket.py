@@ -87,6 +87,27 @@ async def test_lanes_through_the_client() -> None:
 
 
 @in_loop
+async def test_the_client_steers() -> None:
+    async with scripted_server(step_time_s=0.003) as live, async_client(live).responses.connect() as connection:
+        await connection.response.create(model=MODEL, input="count", stream_id="a")
+        seen: list[Any] = []
+        async for event in connection:
+            seen.append(event)
+            if event.type == "response.created" and len(seen) == 1:
+                await connection.response.steer(
+                    previous_response_id=event.response.id,
+                    input=[{"type": "message", "role": "user", "content": "say Yes"}],
+                )
+            if event.type == "response.completed":
+                break
+    accepted = next(event for event in seen if event.type == "response.steer.accepted")
+    (ended,) = (event.response for event in seen if event.type == "response.incomplete")
+    assert accepted.steer.previous_response_id == ended.id
+    assert ended.incomplete_details.reason == "steered"
+    assert (seen[-1].response.output_text, seen[-1].response.previous_response_id) == ("Yes", ended.id)
+
+
+@in_loop
 async def test_errors_reach_the_client_and_the_connection_goes_on() -> None:
     async with scripted_server() as live, async_client(live).responses.connect() as connection:
         await connection.response.create(model=MODEL, input="say a", previous_response_id="resp_none")

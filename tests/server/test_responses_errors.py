@@ -26,7 +26,7 @@ async def check_alive(socket: ClientConnection) -> None:
         ("{}", "unknown_event_type"),
         ('{"type": "session.update"}', "unknown_event_type"),
         ('{"type": ["response.create"]}', "unknown_event_type"),
-        ('{"type": "response.steer", "previous_response_id": "resp_1", "input": "x"}', "unknown_event_type"),
+        ('{"type": "response.steer", "input": "x"}', "invalid_input"),
     ],
 )
 async def test_messages_that_cannot_be_understood(text: str, code: str) -> None:

@@ -1,0 +1,145 @@
+"""What one lane knows about steering: the response that may be steered, and the input that waits for its successor."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from aserve.server.errors import report_error
+from aserve.server.response_events import ResponseStatus
+from aserve.server.response_items import Item
+from aserve.server.response_run import ResponseRun
+from aserve.server.response_schema import ResponseRequest
+from aserve.server.response_steer import ACCEPTED, FAILED, Steer, SteerError, steer_event
+from aserve.server.stream_sink import Outlet
+
+MAX_STEERS = 16  # that wait for one successor
+CAN_BE_FOLLOWED = (ResponseStatus.COMPLETED, ResponseStatus.INCOMPLETE)
+
+
+@dataclass(slots=True)
+class EndedResponse:
+    """What is remembered of a lane's last response, to answer those who would steer it still."""
+
+    response_id: str
+    status: ResponseStatus
+    next_number: int
+
+    def take_number(self) -> int:
+        """Return the next sequence number."""
+        self.next_number += 1
+        return self.next_number - 1
+
+
+class LaneSteering:
+    """Follows the responses of one lane: ``begin``, perhaps ``successor``, and ``end`` when its turn is over.
+
+    Steers are committed with the ``begin`` of the successor, or handed back.
+    """
+
+    def __init__(self, outlet: Outlet, stream_id: str | None) -> None:
+        self.waiting: list[Steer] = []  # accepted, for the successor of the target
+        self._outlet = outlet
+        self._stream_id = stream_id
+        self._target: ResponseRun | None = None  # begun, without a successor that has
+        self._ended: EndedResponse | None = None  # the target before, or the last one
+        self._successor_items: list[Item] | None = None  # grow until the successor begins
+        self._notices: list[tuple[str, Mapping[str, Any]]] = []  # about the target, to go out behind its last event
+        self._holds_notices = False
+
+    def knows(self, response_id: str) -> bool:
+        """True if that was the last response to begin in this lane, or the one before."""
+        return any(one is not None and one.response_id == response_id for one in (self._target, self._ended))
+
+    def begin(self, run: ResponseRun) -> None:
+        """Learn that ``run`` has begun; what waited is part of it now."""
+        self.end()
+        self._target = run
+        self._successor_items = None
+        self.waiting.clear()
+
+    def end(self) -> None:
+        """Learn that nothing more follows the target."""
+        if self._target is not None:
+            number = self._target.events.take_number()
+            self._ended = EndedResponse(self._target.response_id, self._target.status, number)
+            self._target = None
+
+    def take(self, steer: Steer) -> None:
+        """Accept input for the successor of the target, which ends early for it; raises SteerError."""
+        target, items = self._target, steer.items
+        if target is None or target.response_id != steer.previous_response_id:
+            assert self._ended is not None, "a lane was asked for a response that it does not know"
+            raise _too_late(self._ended.status)
+        if not target.request.generate:
+            raise SteerError("steering_not_supported", "a warm-up has no output that could be steered")
+        is_running = target.status is ResponseStatus.IN_PROGRESS
+        if (is_running and target.is_cancelled) or not (is_running or self.waiting):
+            raise _too_late(target.status)
+        if len(self.waiting) >= MAX_STEERS:
+            raise SteerError("too_many_pending_steers", f"{MAX_STEERS} inputs wait for the next response already")
+        self.waiting.append(steer)
+        self._tell(steer, ACCEPTED, steer.fields())
+        if self._successor_items is not None:
+            self._successor_items += items
+        elif is_running:
+            target.steer()
+
+    def successor(self) -> ResponseRequest:
+        """Return the request that follows the target: its settings, the new input; raises SteerError.
+
+        Input that is accepted before it begins is added to it.
+        """
+        target = self._target
+        assert target is not None
+        if target.status not in CAN_BE_FOLLOWED:
+            raise _too_late(target.status)
+        self._successor_items = [item for steer in self.waiting for item in steer.items]
+        return replace(target.request, items=self._successor_items, previous_response_id=target.response_id)
+
+    def refuse(self, steer: Steer, error: SteerError, *, was_accepted: bool = False) -> None:
+        """Hand back input that named a response which this lane knows."""
+        self._tell(steer, FAILED, steer.failure(error, was_accepted=was_accepted))
+
+    def hand_back(self, error: Exception) -> None:
+        """Refuse what waits: because of ``error`` it has no successor."""
+        if not isinstance(error, SteerError):
+            error = SteerError("successor_creation_failed", report_error(error).message)
+        waiting, self.waiting = self.waiting, []
+        self._successor_items = None
+        for steer in waiting:
+            self.refuse(steer, error, was_accepted=True)
+
+    def hold_notices(self) -> None:
+        """Keep back what is to be told of a target that has ended: its last events are on their way still."""
+        self._holds_notices = True
+
+    def release_notices(self) -> None:
+        """Write what was kept back."""
+        self._holds_notices = False
+        notices, self._notices = self._notices, []
+        for name, fields in notices:
+            assert self._target is not None
+            self._write(name, fields, self._target.events.take_number())
+
+    def _tell(self, steer: Steer, name: str, fields: Mapping[str, Any]) -> None:
+        """Write an event with the next sequence number of the response that ``steer`` names."""
+        target = self._target
+        if target is None or target.response_id != steer.previous_response_id:
+            assert self._ended is not None
+            self._write(name, fields, self._ended.take_number())
+        elif target.status is ResponseStatus.IN_PROGRESS:
+            target.tell(name, fields)
+        elif self._holds_notices:
+            self._notices.append((name, fields))
+        else:
+            self._write(name, fields, target.events.take_number())
+
+    def _write(self, name: str, fields: Mapping[str, Any], number: int) -> None:
+        self._outlet.write(steer_event(name, fields, number, self._stream_id))
+
+
+def _too_late(status: ResponseStatus) -> SteerError:
+    """Return the error for input that names a response which takes none any more."""
+    if status is ResponseStatus.COMPLETED:
+        return SteerError("response_already_completed", "the response has completed; continue it with response.create")
+    return SteerError("response_not_active", "the response takes no more input; continue it with response.create")
