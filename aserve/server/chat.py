@@ -1,6 +1,7 @@
 """POST /v1/chat/completions."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -8,16 +9,21 @@ from starlette.types import Receive, Scope, Send
 
 from aserve.request import Request
 from aserve.server.answer_head import AnswerHead
+from aserve.server.answer_style import AnswerPlan
 from aserve.server.chat_frames import ChatFrames
+from aserve.server.chat_message import finish_reason_of, render_message
+from aserve.server.chat_tools import read_tool_options
 from aserve.server.collect_sink import CollectSink
 from aserve.server.errors import blaming
 from aserve.server.generation import collect, send_json, stream
 from aserve.server.json_body import read_json
 from aserve.server.logprobs import TokenNames, chat_logprobs
-from aserve.server.schema import parse_chat
+from aserve.server.reasoning import reasoning_variables
+from aserve.server.schema import ChatBody, parse_chat
 from aserve.server.state import ServerState
 from aserve.server.structured_request import prepare_grammar
 from aserve.server.usage import UsageTally
+from aserve.tokenizer.messages import message_text
 
 
 class ChatCompletions:
@@ -31,32 +37,52 @@ class ChatCompletions:
         state = self._state
         body = await read_json(scope, receive, state.max_body_bytes)
         fields, options = parse_chat(body, state.engine.limits.vocab_size)
-        await prepare_grammar(state.engine, options.params, body)
-        kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
-        head = AnswerHead("chatcmpl", kind, state.check_model(options.model), options, UsageTally(options.n))
+        tools = read_tool_options(fields.tools, fields.tool_choice, is_parallel=fields.parallel_tool_calls)
+        model = state.check_model(options.model)
         with blaming("messages"):
             prompt_ids = tuple(
                 await state.engine.encode(
                     fields.messages,
+                    tools=tools.for_template(),
                     continue_final_message=fields.continue_final_message,
-                    template_kwargs=fields.chat_template_kwargs,
+                    template_kwargs=_template_kwargs(fields),
                 )
             )
-            await self._answer(head, [head.request(prompt_ids, choice) for choice in range(options.n)], scope, send)
+            plan = state.answer_style.plan(tools, options.params, prompt_ids, continued=_continued(fields))
+            await prepare_grammar(state.engine, plan.params, body)
+            kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
+            options = replace(options, params=plan.params)
+            head = AnswerHead("chatcmpl", kind, model, options, UsageTally(options.n))
+            await self._answer(
+                head, [head.request(prompt_ids, choice) for choice in range(options.n)], plan, scope, send
+            )
 
-    async def _answer(self, head: AnswerHead, requests: list[Request], scope: Scope, send: Send) -> None:
+    async def _answer(
+        self, head: AnswerHead, requests: list[Request], plan: AnswerPlan, scope: Scope, send: Send
+    ) -> None:
         params = head.options.params
         names = TokenNames(self._state.engine.tokenizer, hides_special=params.skip_special_tokens)
+        readers = [plan.reader() for _ in requests]
         if head.options.is_streamed:
-            builders = [ChatFrames(head, choice, names) for choice in range(len(requests))]
+            builders = [ChatFrames(head, choice, names, reader) for choice, reader in enumerate(readers)]
             await stream(self._state, scope, send, requests, builders, head.usage_chunk)
             return
-        sinks = await collect(self._state, scope, requests)
+        sinks = await collect(self._state, scope, requests, readers)
         if params.logprobs is None:
             answer = _render(head, sinks, names)
         else:
             answer = await asyncio.to_thread(_render, head, sinks, names)
         await send_json(send, answer)
+
+
+def _template_kwargs(fields: ChatBody) -> dict[str, Any]:
+    """Return the template's variables; those that the client sets itself win."""
+    return {**reasoning_variables(fields.reasoning_effort, "reasoning_effort"), **fields.chat_template_kwargs}
+
+
+def _continued(fields: ChatBody) -> str | None:
+    """Return the text that the answer goes on with, if it is to continue one."""
+    return message_text(fields.messages[-1]) if fields.continue_final_message else None
 
 
 def _render(head: AnswerHead, sinks: list[CollectSink], names: TokenNames) -> bytes:
@@ -65,13 +91,16 @@ def _render(head: AnswerHead, sinks: list[CollectSink], names: TokenNames) -> by
 
 
 def _choice(head: AnswerHead, choice: int, sink: CollectSink, names: TokenNames) -> dict[str, Any]:
-    last = sink.last
+    last, reader = sink.last, sink.reader
     assert last is not None  # a request that has not failed ends with an output
+    assert last.finish_reason is not None
     head.tally.note(choice, last)
+    if reader is not None:
+        head.tally.note_reasoning(choice, reader.num_reasoning_tokens)
     wants_logprobs = head.options.params.logprobs is not None
     return {
         "index": choice,
-        "message": {"role": "assistant", "content": sink.text, "refusal": None},
+        "message": render_message(sink.text, reader),
         "logprobs": chat_logprobs(sink.logprobs, names) if wants_logprobs else None,
-        "finish_reason": last.finish_reason,
+        "finish_reason": finish_reason_of(last.finish_reason, reader),
     }

@@ -3,53 +3,71 @@
 from collections.abc import Sequence
 
 from aserve.errors import AserveError
-from aserve.request import RequestOutput
+from aserve.parsing.answer_reader import AnswerReader
+from aserve.request import RequestOutput, TokenLogprobs
 from aserve.server.answer_head import AnswerHead
+from aserve.server.chat_message import finish_reason_of, render_delta
 from aserve.server.errors import report_error
 from aserve.server.logprobs import TokenNames, chat_logprobs
 from aserve.server.sse import encode_json, encode_text, event
 
-ROLE = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-FINISH = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b"}'
+ROLE = b'{"role":"assistant","content":""}'
+NO_DELTA = b"{}"
 
 
 class ChatFrames:
-    """One choice: a role chunk, content chunks, a finish chunk."""
+    """One choice: a role chunk, chunks of what is new, a finish chunk. Without ``reader`` all text is content.
 
-    def __init__(self, head: AnswerHead, choice: int, names: TokenNames) -> None:
+    Log probabilities of tokens that show nothing yet, as those of a marker, come with the next chunk.
+    """
+
+    def __init__(self, head: AnswerHead, choice: int, names: TokenNames, reader: AnswerReader | None = None) -> None:
         self._head = head
         self._choice = choice
         self._names = names
+        self._reader = reader
         self._is_started = False
-        self._start = head.chunk_start()
-        self._content_start = self._start + b'{"index":%d,"delta":{"content":' % choice
+        self._held_logprobs: list[TokenLogprobs] = []
+        self._start = head.chunk_start() + b'{"index":%d,"delta":' % choice
+        self._content_start = self._start + b'{"content":'
         self._has_constant_end = not head.options.continuous_usage and head.options.params.logprobs is None
+        self._is_plain = self._has_constant_end and reader is None
         self._content_end = b'},"logprobs":null,"finish_reason":null}' + head.chunk_end()
 
     def frames(self, output: RequestOutput) -> Sequence[bytes]:
         """Return one frame, with several chunks at the beginning and the end, or none."""
-        if self._is_started and self._has_constant_end and output.finish_reason is None:  # nearly every token
+        reason = output.finish_reason
+        if self._is_plain and self._is_started and reason is None:  # nearly every token
             text = output.text
             return (self._content_start + encode_text(text) + self._content_end,) if text else ()
+        deltas = self._deltas(output)
         self._head.tally.note(self._choice, output)
-        frame = b"" if self._is_started else self._chunk(ROLE % self._choice)
+        frame = b"" if self._is_started else self._chunk(ROLE)
         self._is_started = True
-        if output.text or output.logprobs:
-            frame += self._content(output)
-        if output.finish_reason is not None:
-            frame += self._chunk(FINISH % (self._choice, output.finish_reason.encode()))
+        self._held_logprobs += output.logprobs or ()
+        if reason is not None and self._held_logprobs and not deltas:
+            deltas = [NO_DELTA]
+        for delta in deltas:
+            logprobs, self._held_logprobs = self._held_logprobs, []
+            frame += self._chunk(delta, logprobs)
+        if reason is not None:
+            frame += self._chunk(NO_DELTA, finish_reason=finish_reason_of(reason, self._reader))
         return (frame,) if frame else ()
 
     def failure_frames(self, error: AserveError) -> Sequence[bytes]:
         """Return an error event."""
         return (event(report_error(error).body()),)
 
-    def _content(self, output: RequestOutput) -> bytes:
-        content = self._content_start + encode_text(output.text)
-        if self._has_constant_end:
-            return content + self._content_end
-        logprobs = encode_json(chat_logprobs(output.logprobs, self._names)) if output.logprobs else b"null"
-        return content + b'},"logprobs":' + logprobs + b',"finish_reason":null}' + self._head.chunk_end()
+    def _deltas(self, output: RequestOutput) -> list[bytes]:
+        reader = self._reader
+        if reader is None:
+            return [b'{"content":%b}' % encode_text(output.text)] if output.text or output.logprobs else []
+        deltas = [rendered for delta in reader.read(output) if (rendered := render_delta(delta))]
+        self._head.tally.note_reasoning(self._choice, reader.num_reasoning_tokens)
+        return deltas
 
-    def _chunk(self, choice: bytes) -> bytes:
-        return self._start + choice + self._head.chunk_end()
+    def _chunk(self, delta: bytes, logprobs: Sequence[TokenLogprobs] = (), finish_reason: str | None = None) -> bytes:
+        scores = encode_json(chat_logprobs(logprobs, self._names)) if logprobs else b"null"
+        reason = b"null" if finish_reason is None else b'"%b"' % finish_reason.encode()
+        end = b',"logprobs":%b,"finish_reason":%b}' % (scores, reason)
+        return self._start + delta + end + self._head.chunk_end()

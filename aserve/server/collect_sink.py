@@ -3,13 +3,15 @@
 from collections.abc import Callable
 
 from aserve.errors import AserveError, EngineDeadError
+from aserve.parsing.answer_reader import AnswerReader
 from aserve.request import FinishReason, RequestOutput, TokenLogprobs
 
 
 class CollectSink:
-    """Keeps everything until the end; ``on_end`` is called once then."""
+    """Keeps everything until the end; ``on_end`` is called once then. A ``reader`` reads the text as it comes."""
 
-    def __init__(self, on_end: Callable[[], None]) -> None:
+    def __init__(self, on_end: Callable[[], None], reader: AnswerReader | None = None) -> None:
+        self.reader = reader
         self.error: AserveError | None = None
         self.last: RequestOutput | None = None  # its counts and finish reason are those of the whole
         self.logprobs: list[TokenLogprobs] = []
@@ -19,14 +21,17 @@ class CollectSink:
 
     @property
     def text(self) -> str:
-        """The whole text."""
+        """The whole text, unless a reader took it."""
         return "".join(self._texts)
 
     def put(self, output: RequestOutput) -> None:
         """Take what is new."""
         if self.error is not None:  # aborted after ``fail``
             return
-        self._texts.append(output.text)
+        if self.reader is None:
+            self._texts.append(output.text)
+        else:
+            self.reader.read(output)
         self.logprobs += output.logprobs or ()
         self.prompt_logprobs += output.prompt_logprobs or ()
         self.last = output

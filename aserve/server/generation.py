@@ -10,6 +10,7 @@ from starlette.types import Scope, Send
 
 from aserve.engine.sink import Sink
 from aserve.errors import AserveError
+from aserve.parsing.answer_reader import AnswerReader
 from aserve.request import Request
 from aserve.server.collect_sink import CollectSink
 from aserve.server.json_body import ClientGoneError
@@ -100,15 +101,19 @@ def transport_of(scope: Scope) -> FrameTransport:
     return transport
 
 
-async def collect(state: ServerState, scope: Scope, requests: Sequence[Request]) -> list[CollectSink]:
-    """Return the finished sinks of ``requests``, in order.
+async def collect(
+    state: ServerState, scope: Scope, requests: Sequence[Request], readers: Sequence[AnswerReader | None] = ()
+) -> list[CollectSink]:
+    """Return the finished sinks of ``requests``, in order, each with its own of ``readers`` if there are any.
 
     Raises the error of the first one that failed, ClientGoneError if the client leaves.
     """
     transport = transport_of(scope)
     generation = Generation(state, transport)
     try:
-        sinks = generation.start(requests, lambda _choice, on_end: CollectSink(on_end))
+        sinks = generation.start(
+            requests, lambda choice, on_end: CollectSink(on_end, readers[choice] if readers else None)
+        )
         await generation.ended
     finally:
         generation.abort()

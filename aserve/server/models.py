@@ -9,12 +9,14 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from aserve.errors import ClientError
+from aserve.server.chat_tools import read_tools
 from aserve.server.generation import send_json
 from aserve.server.json_body import read_json
 from aserve.server.logprobs import TokenNames
 from aserve.server.prompts import parse_prompts
 from aserve.server.schema import Messages, check_template_use, convert_body
 from aserve.server.state import ServerState
+from aserve.server.tools import ToolOptions
 
 JsonAnswer = Callable[[Scope, Receive], Awaitable[Any]]
 
@@ -36,6 +38,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: list[Any] = msgspec.field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -83,6 +86,7 @@ async def tokenize(state: ServerState, scope: Scope, receive: Receive) -> dict[s
         check_template_use(fields)
         token_ids = await state.engine.encode(
             fields.messages,
+            tools=ToolOptions(tools=read_tools(fields.tools)).for_template(),
             continue_final_message=fields.continue_final_message,
             template_kwargs=fields.chat_template_kwargs,
         )

@@ -34,8 +34,8 @@ SAMPLING_FIELDS = (  # of ``CommonBody``, with the same meaning
 
 # Describe features that add nothing to a text model's answer, or hints that a single server has no use for.
 ACCEPTED_WITHOUT_EFFECT = schema.ACCEPTED_WITHOUT_EFFECT - {"metadata", "moderation", "store", "user"} | {
-    "access_programs", "background_options", "client_metadata", "image", "max_tool_calls", "reasoning",
-    "stream_options",
+    "access_programs", "background_options", "client_metadata", "image", "max_tool_calls", "parallel_tool_calls",
+    "reasoning", "reasoning_effort", "stream_options",
 }  # fmt: skip
 
 # Would change the answer, so they are never ignored.

@@ -35,8 +35,8 @@ MAX_LOGGED_FIELDS = 20
 MAX_LOGGED_CHARS = 64  # of a field's name
 
 ACCEPTED_WITHOUT_EFFECT = frozenset({
-    "metadata", "moderation", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
+    "metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "store", "user", "verbosity",
 })  # fmt: skip
 
 HARMLESS: dict[str, Callable[[Any], bool]] = {  # field -> is this value one that asks for nothing?
@@ -97,12 +97,16 @@ SAME_NAME = (
 
 
 class ChatBody(CommonBody, kw_only=True):
-    """Body of a chat completion; what is in the messages is for the tokenizer's template to check."""
+    """Body of a chat completion; messages are for the template to check, tools are checked in ``chat_tools.py``."""
 
     messages: Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    tools: list[Any] = msgspec.field(default_factory=list)
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -215,7 +219,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 def convert_body(body: Mapping[str, Any], kind: type[Body]) -> Body:
     """Return ``body`` as ``kind``; nulls count as absent."""
     fields = {name: value for name, value in body.items() if value is not None}
-    _refuse_unsupported(fields)
+    _refuse_unsupported({name: value for name, value in fields.items() if name not in kind.__struct_fields__})
     log_unknown(fields, GRAMMAR_FIELDS.union(kind.__struct_fields__, ACCEPTED_WITHOUT_EFFECT, HARMLESS))
     if isinstance(options := fields.get("stream_options"), dict):
         fields["stream_options"] = {name: value for name, value in options.items() if value is not None}

@@ -16,7 +16,8 @@ class UsageTally:
         self._n = n
         self._outputs: dict[int, int] = {}  # choice -> output tokens
         self._prompts: dict[int, tuple[int, int, int]] = {}  # prompt -> choice, prompt tokens, cached tokens
-        self._num_output = self._num_prompt = self._num_cached = 0
+        self._reasoning: dict[int, int] = {}  # choice -> tokens of its reasoning, where that is told apart
+        self._num_output = self._num_prompt = self._num_cached = self._num_reasoning = 0
 
     def note(self, choice: int, output: RequestOutput) -> None:
         """Take the totals so far of ``choice``."""
@@ -29,11 +30,18 @@ class UsageTally:
             self._num_prompt += output.num_prompt_tokens - num_prompt
             self._num_cached += output.num_cached_tokens - num_cached
 
+    def note_reasoning(self, choice: int, num_tokens: int) -> None:
+        """Take how many of the output tokens of ``choice`` were reasoning so far."""
+        self._num_reasoning += num_tokens - self._reasoning.get(choice, 0)
+        self._reasoning[choice] = num_tokens
+
     def body(self) -> dict[str, Any]:
         """Return the ``usage`` object."""
+        reasoning = {"completion_tokens_details": {"reasoning_tokens": self._num_reasoning}} if self._reasoning else {}
         return {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": self._num_output,
             "total_tokens": self._num_prompt + self._num_output,
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
+            **reasoning,
         }

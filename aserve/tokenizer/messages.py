@@ -49,6 +49,11 @@ def count_chars(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(len(message["content"]) for message in messages)
 
 
+def message_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message's content, as templates get it; raise ClientError if it is no text."""
+    return _join_content(message.get("content"), "content")
+
+
 def _normalize(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ClientError(f"{where} must be an object", param=where)
@@ -59,6 +64,8 @@ def _normalize(message: Any, where: str) -> dict[str, Any]:
     normalized["content"] = _join_content(normalized.get("content"), f"{where}.content")
     if isinstance(reasoning := normalized.get("reasoning"), str):  # templates know the other name
         normalized.setdefault("reasoning_content", reasoning)
+    if isinstance(reasoning := normalized.get("reasoning_content"), str) and not normalized["content"]:
+        normalized.setdefault("thinking", reasoning)  # gpt-oss's name, which its template takes in place of content
     if calls := normalized.pop("tool_calls", None):
         normalized["tool_calls"] = _normalize_calls(calls, f"{where}.tool_calls")
     return normalized

@@ -229,7 +229,7 @@ async def test_every_known_error_comes_before_the_200() -> None:
         wrong = [
             ({"model": "gpt-4"}, 404, "model_not_found"),
             ({"temperature": "hot"}, 400, None),
-            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "unsupported_parameter"),
+            ({"functions": [{"name": "f"}]}, 400, "unsupported_parameter"),
             ({"stop_token_ids": [10**6]}, 400, None),
         ]
         for fields, status, code in wrong:

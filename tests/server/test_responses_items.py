@@ -118,7 +118,8 @@ TURNS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "what a text model has no use for": (
         [
             {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
-            {"type": "tool_search_call", "call_id": None, "execution": "server", "status": "completed", "arguments": {}},
+            {"type": "tool_search_call", "call_id": None, "execution": "server", "status": "completed",
+             "arguments": {}},
             {"type": "image_generation_call", "id": "ig_1", "status": "completed", "result": "aGk="},
             {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAAB"},
             {"type": "compaction", "encrypted_content": "gAAAAAB"},

@@ -151,15 +151,22 @@ def test_any_top_k_is_clamped_to_the_vocabulary(value: int) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]), ("functions", [{"name": "f"}]),
-        ("tool_choice", "required"), ("tool_choice", {"type": "function"}), ("function_call", {"name": "f"}),
-        ("modalities", ["text", "audio"]), ("audio", {}), ("web_search_options", {}),
-        ("guided_whitespace_pattern", "x"), ("structural_tag", {}), ("chat_template", "x"),
-        ("add_generation_prompt", False), ("suffix", "x"), ("use_beam_search", True),
+        ("functions", [{"name": "f"}]), ("function_call", {"name": "f"}), ("modalities", ["text", "audio"]),
+        ("audio", {}), ("web_search_options", {}), ("guided_whitespace_pattern", "x"), ("structural_tag", {}),
+        ("chat_template", "x"), ("add_generation_prompt", False), ("suffix", "x"), ("use_beam_search", True),
     ],
 )  # fmt: skip
 def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any) -> None:
     error = refusal(chat, **{field: value})
+    assert (error.param, error.code) == (field, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "required")],
+)
+def test_a_completion_has_no_tools(field: str, value: Any) -> None:
+    error = refusal(complete, **{field: value})
     assert (error.param, error.code) == (field, "unsupported_parameter")
 
 

@@ -274,8 +274,8 @@ def test_every_other_text_that_a_template_sees_is_marked_too() -> None:
     message = {"role": "assistant", "content": "", "name": "<s>", "tool_calls": [call], "reasoning_content": "<s>"}
     tools = [{"type": "function", "function": {"name": "<s>", "description": "<s>", "enum": ["<s>"]}}]
     for source, num_texts in (
-        ("{{ messages | tojson }}{{ tools | tojson }}", 9),
-        ("{{ messages | tojson(ensure_ascii=True) }}{% if tools %}{% endif %}", 6),
+        ("{{ messages | tojson }}{{ tools | tojson }}", 10),  # the reasoning has two names
+        ("{{ messages | tojson(ensure_ascii=True) }}{% if tools %}{% endif %}", 7),
         ("{{ tools[0].function.description }}", 1),
         ("{% for key in messages[0].tool_calls[0].function.arguments %}{{ key }}{% endfor %}", 1),
     ):

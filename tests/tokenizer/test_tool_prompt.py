@@ -127,3 +127,7 @@ def test_templates_with_tools_render_as_in_transformers(source: str, tools: Any)
 def test_reasoning_is_given_back_under_the_name_that_templates_know() -> None:
     turns = [{"role": "assistant", "content": "5", "reasoning": "Hm."}]
     assert render("{{ messages[0].reasoning_content }}", turns) == "Hm."
+    asked = [{"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "Hm."}]
+    source = "{% if tools %}{% endif %}{{ messages[0].thinking }}"  # gpt-oss's, which must not stand beside content
+    assert render(source, asked) == "Hm."
+    assert render(source, turns) == ""
