@@ -1,15 +1,18 @@
 """Doubles for tests of /v1/messages: the official client, and streams checked event by event."""
 
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import orjson
 from anthropic import AsyncAnthropic
-from anthropic.types import RawMessageStreamEvent
-from doubles_http import MODEL, Live
+from anthropic.types import ErrorResponse, RawMessageStreamEvent
+from doubles_http import CUE, EOS, MODEL, Live, demo_tokenizer
 from pydantic import BaseModel, TypeAdapter
+
+from aserve.runner.scripted import Script
 
 STREAM_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 HI = [{"role": "user", "content": "hi"}]
@@ -28,6 +31,15 @@ async def ask(live: Live, messages: Any = HI, **fields: Any) -> httpx.Response:
 def strict(kind: type[BaseModel], value: Any) -> Any:
     """Return ``value`` as the official type, which must know all of it without conversion."""
     return known(kind.model_validate(value, strict=True))
+
+
+def strict_error(body: dict[str, Any]) -> ErrorResponse:
+    """Return an error as the official type; ``details`` are read by the client, and not among its general types."""
+    error = {name: value for name, value in body["error"].items() if name != "details"}
+    if "details" in body["error"]:
+        assert isinstance(body["error"]["details"].pop("error_code"), str)
+        assert not body["error"]["details"]
+    return cast(ErrorResponse, strict(ErrorResponse, {**body, "error": error}))
 
 
 def known(value: Any) -> Any:
@@ -59,3 +71,19 @@ def read_event(block: str) -> dict[str, Any]:
     elif event["type"] != "error":
         known(STREAM_EVENT.validate_python(event, strict=True))
     return event
+
+
+def answer_by(choose: Callable[[str], str]) -> Script:
+    """Answer each prompt of the demo's template with what ``choose`` makes of its text."""
+    tokenizer = demo_tokenizer()
+
+    @functools.cache
+    def answer(prompt: tuple[int, ...]) -> list[int]:
+        return [*tokenizer.encode(choose(tokenizer.decode(prompt))), EOS]
+
+    def script(tokens: Sequence[int], position: int) -> int:
+        start = next(end for end in range(position, 1, -1) if (tokens[end - 2], tokens[end - 1]) == CUE)
+        spoken = answer(tuple(tokens[:start]))
+        return spoken[min(position - start, len(spoken) - 1)]  # one more step may be on its way when the answer ends
+
+    return script

@@ -7,11 +7,13 @@ import orjson
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
+from aserve.parsing.answer_reader import AnswerReader
 from aserve.request import Request
 from aserve.server.errors import blaming
 from aserve.server.generation import StreamForm, collect, send_json, stream
 from aserve.server.json_body import read_json
 from aserve.server.messages_answer import MessagesAnswer
+from aserve.server.messages_content import render_content
 from aserve.server.messages_errors import PREFIX
 from aserve.server.messages_frames import PING, MessagesFrames
 from aserve.server.messages_schema import OUTPUT_FORMAT, MessagesRequest, parse_count, parse_message
@@ -40,25 +42,31 @@ class CreateMessage:
         body = await read_json(scope, receive, state.max_body_bytes)
         limits = state.engine.limits
         fields = parse_message(body, limits.vocab_size)
-        await prepare_grammar(state.engine, fields.params, body, OUTPUT_FORMAT)
         answer = MessagesAnswer(fields, state.check_model(fields.model), limits.max_model_len)
         with blaming("messages"):
-            request = answer.engine_request(tuple(await _encode(state, fields)))
+            prompt_ids = tuple(await _encode(state, fields))
+            plan = state.answer_style.plan(fields.tools, fields.params, prompt_ids, continued=fields.continued)
+            await prepare_grammar(state.engine, plan.params, body, OUTPUT_FORMAT)
+            request = answer.engine_request(prompt_ids, plan.params)
             if fields.is_streamed:
-                await self._stream(answer, request, scope, send)
+                await self._stream(answer, request, plan.reader(), scope, send)
             else:
-                await self._answer(answer, request, scope, send)
+                await self._answer(answer, request, plan.reader(), scope, send)
 
-    async def _stream(self, answer: MessagesAnswer, request: Request, scope: Scope, send: Send) -> None:
-        frames = MessagesFrames(answer, scope["state"]["request_id"])
+    async def _stream(
+        self, answer: MessagesAnswer, request: Request, reader: AnswerReader | None, scope: Scope, send: Send
+    ) -> None:
+        frames = MessagesFrames(answer, scope["state"]["request_id"], reader)
         form = StreamForm(frames.opening(len(request.prompt_token_ids)), keep_alive=PING, ending=b"")
         await stream(self._state, scope, send, [request], [frames], form=form)
 
-    async def _answer(self, answer: MessagesAnswer, request: Request, scope: Scope, send: Send) -> None:
-        (sink,) = await collect(self._state, scope, [request])
+    async def _answer(
+        self, answer: MessagesAnswer, request: Request, reader: AnswerReader | None, scope: Scope, send: Send
+    ) -> None:
+        (sink,) = await collect(self._state, scope, [request], [reader])
         assert sink.last is not None  # a request that has not failed ends with an output
-        content = [{"type": "text", "text": sink.text}] if sink.text else []
-        await send_json(send, orjson.dumps(answer.finished(content, sink.last)))
+        content = render_content(sink.text, reader, shows_thinking=answer.request.shows_thinking)
+        await send_json(send, orjson.dumps(answer.finished(content, sink.last, reader)))
 
 
 async def count_tokens(state: ServerState, scope: Scope, receive: Receive) -> dict[str, Any]:
@@ -72,5 +80,8 @@ async def count_tokens(state: ServerState, scope: Scope, receive: Receive) -> di
 
 async def _encode(state: ServerState, fields: MessagesRequest) -> list[int]:
     return await state.engine.encode(
-        fields.messages, continue_final_message=fields.continues_answer, template_kwargs=fields.template_kwargs
+        fields.messages,
+        tools=fields.tools.for_template(),
+        continue_final_message=fields.continued is not None,
+        template_kwargs=fields.template_kwargs,
     )

@@ -1,6 +1,6 @@
-"""Anthropic's shape of errors: ``{"type": "error", "error": {"type", "message"}, "request_id"}``.
+"""Anthropic's shape of errors: ``{"type": "error", "error": {"type", "message", "details"}, "request_id"}``.
 
-It has no field for the parameter at fault, so the message names it.
+It has no field for the parameter at fault, so the message names it; ``details`` are there for errors with a code.
 """
 
 from typing import Any
@@ -29,7 +29,10 @@ def is_messages_path(scope: Scope) -> bool:
 def messages_error(report: ErrorReport, request_id: str) -> dict[str, Any]:
     """Return the JSON form of ``report``."""
     kind = TYPES.get(report.status, "api_error" if report.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": _naming(report)}, "request_id": request_id}
+    error: dict[str, Any] = {"type": kind, "message": _naming(report)}
+    if report.code is not None:
+        error["details"] = {"error_code": report.code}
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def _naming(report: ErrorReport) -> str:

@@ -4,6 +4,7 @@ A turn of the model is one message with what it thought, said and called; result
 turn of the user, are messages of their own. Turns of one role that follow each other are one turn.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from aserve.errors import ClientError
 
 ROLES = ("user", "assistant", "system")
 TURN_SEPARATOR = "\n\n"
+# What coding agents put first for the bill; it differs in each request, so that nothing after it would be found cached.
+BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 Block = tuple[str, Mapping[str, Any]]  # where it stands, and itself
 
 
@@ -18,10 +21,16 @@ def read_conversation(
     messages: Sequence[Mapping[str, Any]], system: str | list[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
     """Return what the template takes; raise ClientError that names the message or block at fault."""
-    spoken = [] if not system else [{"role": "system", "content": _read_texts("system", system)}]
+    instructions = "" if system is None else _read_system(system)
+    spoken = [{"role": "system", "content": instructions}] if instructions else []
     for index, message in enumerate(messages):
         spoken += _read_message(f"messages[{index}]", message)
     return _join_turns(spoken)
+
+
+def _read_system(system: str | list[dict[str, Any]]) -> str:
+    texts = (_read_string(where, block, "text") for where, block in _read_blocks("system", system, TEXT_BLOCKS))
+    return "".join(BILLING_LINE.sub("", text) for text in texts)
 
 
 def _read_message(where: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:

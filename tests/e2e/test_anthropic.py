@@ -1,14 +1,16 @@
 """The official Anthropic client against live servers with exact answers."""
 
 import asyncio
+import json
+import re
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic import Anthropic
-from anthropic.types import MessageParam
+from anthropic.types import MessageParam, ToolParam, ToolResultBlockParam
 from doubles_http import MODEL, demo_tokenizer, in_loop, live_server, say
-from doubles_messages import known, official
+from doubles_messages import answer_by, known, official
 
 from aserve.runner.scripted import RowFailure
 
@@ -111,3 +113,77 @@ async def test_leaving_a_stream_ends_its_request() -> None:
         await stream.close()
         await live.until_idle()
         assert live.engine.stats().num_aborts == 1
+
+
+def look_then_say(prompt: str) -> str:
+    """Call both functions, then answer with what they gave back."""
+    if "<tool_response>\n" not in prompt:
+        calls = [{"name": "weather", "arguments": {"city": "Brno"}}, {"name": "fail", "arguments": {}}]
+        return "I look.\n" + "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+    results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", prompt, re.DOTALL)
+    return "They say: " + ", ".join(results)
+
+
+@anthropic.beta_tool
+def weather(city: str) -> str:
+    """Tell the weather of a city.
+
+    Args:
+        city: Its name.
+    """
+    return f"rain in {city}"
+
+
+@anthropic.beta_tool
+def fail() -> str:
+    """Always fail."""
+    raise RuntimeError("it broke")
+
+
+@in_loop
+async def test_the_tool_runner_runs_a_loop_of_tools() -> None:
+    def loop(url: str) -> None:
+        with Anthropic(base_url=url, api_key="any", max_retries=0) as client:
+            for stream in (False, True):
+                runner = client.beta.messages.tool_runner(
+                    model=MODEL, max_tokens=200, messages=[*HELLO], tools=[weather, fail], stream=stream
+                )
+                final = runner.until_done()
+                assert final.stop_reason == "end_turn"
+                assert final.content[0].type == "text"
+                assert final.content[0].text.startswith("They say: rain in Brno, Error: ")
+                assert "it broke" in final.content[0].text
+
+    async with live_server(answer_by(look_then_say)) as live:
+        await asyncio.to_thread(loop, live.url)
+
+
+@in_loop
+async def test_a_loop_by_hand_gives_thoughts_and_calls_back() -> None:
+    def choose(prompt: str) -> str:
+        return f"<think>I should look.</think>{look_then_say(prompt)}"
+
+    tools: list[ToolParam] = [
+        {"name": name, "description": name, "input_schema": {"type": "object"}} for name in ("weather", "fail")
+    ]
+    async with live_server(answer_by(choose), reasoning_parser="think") as live, official(live) as client:
+        messages = [*HELLO]
+        kinds: set[str] = set()
+        while True:
+            async with client.messages.stream(model=MODEL, max_tokens=200, messages=messages, tools=tools) as stream:
+                kinds |= {event.type async for event in stream}
+                message = known(await stream.get_final_message())
+            messages.append(message.to_param())
+            calls = [block for block in message.content if block.type == "tool_use"]
+            if message.stop_reason != "tool_use":
+                break
+            assert [(call.name, call.input) for call in calls] == [("weather", {"city": "Brno"}), ("fail", {})]
+            results: list[ToolResultBlockParam] = [
+                {"type": "tool_result", "tool_use_id": call.id, "content": call.name} for call in calls
+            ]
+            messages.append({"role": "user", "content": results})
+        assert {"thinking", "signature", "text", "input_json", "content_block_stop", "message_stop"} <= kinds
+        thinking, text = message.content
+        assert (thinking.type, thinking.thinking) == ("thinking", "I should look.")
+        assert (text.type, text.text) == ("text", "They say: weather, fail")
+        assert len(messages) == 4

@@ -4,15 +4,16 @@ import itertools
 from typing import Any
 
 import pytest
-from anthropic.types import ErrorResponse
 from doubles_http import MODEL, in_loop, live_server, say
-from doubles_messages import HI, ask, read_events, strict
+from doubles_messages import HI, ask, read_events, strict_error
 
 from aserve.runner.scripted import RowFailure
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1"}
+LOOK = {"name": "look", "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}}}
+BAD_SCHEMA = {"name": "look", "input_schema": {"type": "nonsense"}}
 
 
 def user(*blocks: Any) -> dict[str, Any]:
@@ -68,10 +69,30 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 2}, "top_p"),
     ({"top_k": 1.5}, "top_k"),
     ({"metadata": 5}, "metadata"),
+    ({"tools": {}}, "tools"),
+    ({"tools": ["look"]}, "tools[0]"),
+    ({"tools": [{"name": "look"}]}, "tools[0].input_schema"),
+    ({"tools": [{"name": "look", "input_schema": "x"}]}, "tools[0].input_schema"),
+    ({"tools": [LOOK, {"name": "look at", "input_schema": {}}]}, "tools[1].name"),
+    ({"tools": [LOOK, LOOK]}, "two functions named look"),
+    ({"tools": [{**LOOK, "description": 5}]}, "tools[0].description"),
+    ({"tools": [{**LOOK, "strict": 1}]}, "tools[0].strict"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [LOOK], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [LOOK], "tool_choice": {"type": "required"}}, "tool_choice.type"),
+    ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": "see"}}, "tool_choice"),
+    ({"tools": [LOOK], "tool_choice": {"type": "any", "disable_parallel_tool_use": 1}}, "disable_parallel_tool_use"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [BAD_SCHEMA], "tool_choice": {"type": "any"}}, "tools"),
+    ({"output_config": {"effort": "huge"}}, "output_config.effort"),
+    ({"thinking": {"type": "adaptive", "display": "loud"}}, "display"),
     ({"thinking": {"type": "loud"}}, "thinking"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "budget_tokens"),
     ({"container": "c"}, "container"),
-    ({"mcp_servers": []}, "mcp_servers"),
+    ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"compaction": {"type": "summarize"}}, "compaction"),
     ({"n": 2}, "n"),
     ({"stream": "yes"}, "stream"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
@@ -85,7 +106,7 @@ async def test_wrong_fields_are_refused_by_name_before_the_200() -> None:
             answer = await ask(live, **{"messages": HI, "stream": stream, **fields})
             assert answer.status_code == 400, (fields, answer.text)
             assert answer.headers["content-type"] == "application/json"
-            error = strict(ErrorResponse, answer.json())
+            error = strict_error(answer.json())
             assert error.error.type == "invalid_request_error"
             assert name in error.error.message, (fields, error.error.message)
             assert error.request_id == answer.headers["request-id"] == answer.headers["x-request-id"]
@@ -110,7 +131,7 @@ async def test_each_status_has_its_type() -> None:
             assert answer.json()["error"]["type"] == kind
             assert answer.json()["request_id"] == answer.headers["request-id"] == "mine-1"
         broken = await live.http.post("/v1/messages", content=b"{")
-        assert strict(ErrorResponse, broken.json()).error.type == "invalid_request_error"
+        assert strict_error(broken.json()).error.type == "invalid_request_error"
         other = await live.http.get("/v1/models/messages")
         assert "type" not in other.json()
         assert "request-id" not in other.headers
@@ -133,7 +154,7 @@ async def test_a_failed_row_ends_its_answer_with_an_error(stream: bool) -> None:
         else:
             assert answer.status_code == 500
             error = answer.json()
-        assert strict(ErrorResponse, error).error.type == "api_error"
+        assert strict_error(error).error.type == "api_error"
         assert error["request_id"] == answer.headers["request-id"]
         await live.until_idle()
 

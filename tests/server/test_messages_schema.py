@@ -1,5 +1,7 @@
 """What the fields of /v1/messages mean to the engine and to the template."""
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from aserve.request import GrammarSpec, SamplingParams
 from aserve.server.messages_input import read_conversation
 from aserve.server.messages_schema import MessagesRequest, parse_count, parse_message
 from aserve.server.response_schema import parse_create
+from aserve.server.tools import FunctionTool, ToolOptions
 
 
 def parse(**fields: Any) -> MessagesRequest:
@@ -43,20 +46,65 @@ def test_output_config_holds_the_answer_to_a_schema() -> None:
         parse(regex="a+", output_config={"format": given})
 
 
+ON, OFF = {"enable_thinking": True, "thinking": True}, {"enable_thinking": False, "thinking": False}
+
+
 @pytest.mark.parametrize(
-    ("thinking", "kwargs"),
+    ("thinking", "effort", "variables"),
     [
-        ({"type": "enabled", "budget_tokens": 1024}, {"enable_thinking": True}),
-        ({"type": "adaptive"}, {"enable_thinking": True}),
-        ({"type": "disabled"}, {"enable_thinking": False}),
-        ({"type": "between_tools"}, {}),
-        (None, {}),
+        ({"type": "enabled", "budget_tokens": 1024}, None, ON),
+        ({"type": "adaptive"}, "low", {"reasoning_effort": "low", **ON}),
+        ({"type": "disabled"}, None, OFF),
+        ({"type": "disabled"}, "max", {"reasoning_effort": "max", **OFF}),
+        ({"type": "between_tools"}, None, {}),
+        (None, "high", {"reasoning_effort": "high", **ON}),
+        (None, None, {}),
     ],
 )
-def test_thinking_is_a_variable_of_the_template(thinking: dict[str, Any] | None, kwargs: dict[str, Any]) -> None:
-    assert parse(thinking=thinking).template_kwargs == kwargs
-    own = {"enable_thinking": "own", "x": 1}
-    assert parse(thinking=thinking, chat_template_kwargs=own).template_kwargs == own
+def test_thinking_and_effort_are_variables_of_the_template(
+    thinking: dict[str, Any] | None, effort: str | None, variables: dict[str, Any]
+) -> None:
+    fields = {"thinking": thinking, "output_config": {"effort": effort}}
+    assert parse(**fields).template_kwargs == variables
+    own = {"enable_thinking": "own", "thinking": "own", "reasoning_effort": "own", "x": 1}
+    assert parse(**fields, chat_template_kwargs=own).template_kwargs == own
+
+
+def test_thinking_is_shown_unless_it_is_to_be_omitted() -> None:
+    for display in ("summarized", None):
+        assert parse(thinking={"type": "adaptive", "display": display}).shows_thinking
+    assert not parse(thinking={"type": "adaptive", "display": "omitted"}).shows_thinking
+
+
+SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
+LOOK = {"name": "look", "description": "Look.", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
+WAIT = {"type": "custom", "name": "wait", "input_schema": {"type": "object"}, "strict": True}
+
+
+def test_tools_become_functions() -> None:
+    tools = parse(tools=[LOOK, WAIT]).tools
+    assert tools.tools == (
+        FunctionTool("look", "Look.", SCHEMA, False),
+        FunctionTool("wait", None, {"type": "object"}, True),
+    )
+    assert (tools.choice, tools.allowed, tools.is_parallel) == ("auto", None, True)
+    assert parse(tools=[]).tools == parse().tools == ToolOptions()
+
+
+@pytest.mark.parametrize(
+    ("tool_choice", "choice", "allowed"),
+    [
+        ({"type": "auto"}, "auto", None),
+        ({"type": "any"}, "required", None),
+        ({"type": "tool", "name": "wait"}, "required", {"wait"}),
+        ({"type": "none"}, "none", None),
+    ],
+)
+def test_a_tool_choice_has_its_words_here(tool_choice: dict[str, Any], choice: str, allowed: set[str] | None) -> None:
+    for is_single in (None, False, True):
+        asked = {**tool_choice, "disable_parallel_tool_use": is_single}
+        tools = parse(tools=[LOOK, WAIT], tool_choice=asked).tools
+        assert (tools.choice, tools.allowed, tools.is_parallel) == (choice, allowed, not is_single)
 
 
 def text(value: str) -> dict[str, str]:
@@ -104,3 +152,74 @@ def test_turns_of_one_role_are_joined_and_results_stand_alone() -> None:
         {"role": "tool", "tool_call_id": "id_g", "content": "Error 5"},
         {"role": "system", "content": "quick"},
     ]
+
+
+def test_a_line_for_the_bill_is_no_part_of_the_prompt() -> None:
+    bill, rest = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=0aaa9;", "You are kind.\nBe brief."
+    systems: list[Any] = [f"{bill}\n{rest}", [text(bill), text(rest)], [text(f"{bill}\n"), text(rest)], rest]
+    for system in systems:
+        assert read_conversation(HI, system) == [{"role": "system", "content": rest}, *HI]
+    for system in (bill, [text(bill)], "", []):
+        assert read_conversation(HI, system) == HI
+    assert read_conversation([{"role": "user", "content": bill}], f"a {bill}") == [
+        {"role": "system", "content": f"a {bill}"},
+        {"role": "user", "content": bill},
+    ]
+
+
+WHOLE: dict[str, Any] = {
+    "max_tokens": 5,
+    "system": [text("a")],
+    "messages": [
+        {"role": "user", "content": [text("x")]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "t", "signature": "s"},
+                {"type": "tool_use", "id": "a", "name": "look", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "a", "content": [text("r")], "is_error": True}],
+        },
+    ],
+    "tools": [LOOK],
+    "tool_choice": {"type": "tool", "name": "look", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 5, "display": "omitted"},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+    "stop_sequences": ["a"],
+    "metadata": {"user_id": "u"},
+}
+JUNK: list[Any] = [
+    None, True, False, 0, -1, 1.5, 10**30, "", "x", [], {}, [[]], [{}], [None],
+    {"type": None}, {"type": []}, {"type": {}},
+]  # fmt: skip
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of everything within ``value``."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield (*path, key)
+        yield from places(one, (*path, key))
+
+
+def test_whatever_stands_anywhere_in_a_body_is_taken_or_refused_with_a_reason() -> None:
+    assert parse_message(WHOLE, 256).tools.choice == "required"
+    num_taken, reasons = 0, []
+    for path in places(WHOLE):
+        for junk in JUNK:
+            body = copy.deepcopy(WHOLE)
+            target: Any = body
+            for key in path[:-1]:
+                target = target[key]
+            target[path[-1]] = junk
+            try:
+                parse_message(body, 256)
+                num_taken += 1
+            except ClientError as error:
+                reasons.append((error.param, error.message))
+    assert num_taken > 50
+    assert len(reasons) > 200
+    assert all(param and message for param, message in reasons)
