@@ -1,11 +1,13 @@
 """The events of the Responses API as names and JSON, in order and numbered; pure: no socket, no engine, no clock.
 
-    created, [queued,] in_progress, [output_item.added, content_part.added, output_text.delta*, output_text.done,
-    content_part.done, output_item.done], completed | incomplete | failed
+    created, [queued,] in_progress,
+    [output_item.added, content_part.added, output_text.delta*, output_text.done, content_part.done, output_item.done],
+    completed | incomplete | failed
 
-What stands in brackets around items comes once for each of them; only background responses are ``queued`` first. The
-same builder serves every transport: the framing around the JSON is the transport's (a WebSocket needs no name beside
-it, server-sent events do).
+What stands in brackets comes once for each output item, here for a message; reasoning has ``reasoning_text`` events,
+calls ``function_call_arguments`` or ``custom_tool_call_input`` and no parts. Only background responses are ``queued``
+first. The same builder serves every transport: the framing around the JSON is the transport's (a WebSocket needs no
+name beside it, server-sent events do).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,14 +17,12 @@ from typing import Any
 
 import orjson
 
-from aserve.server.response_items import Item, MessageItem
-from aserve.server.response_message import Logprobs, OpenMessage, encoded
+from aserve.server.output_items import Logprobs, OpenCall, OpenItem, OpenMessage, OpenReasoning, encoded
+from aserve.server.response_items import Item
 from aserve.server.response_schema import ResponseRequest
 from aserve.server.sse import escape_line_ends
 
 Event = tuple[str, bytes]  # its type, and its JSON with the type in it
-
-TEXT_DELTA = "response.output_text.delta"
 
 
 class ResponseStatus(StrEnum):
@@ -55,6 +55,7 @@ class Usage:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    num_reasoning_tokens: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the ``usage`` object."""
@@ -62,7 +63,7 @@ class Usage:
             "input_tokens": self.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": self.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": self.num_output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
         }
 
@@ -74,7 +75,7 @@ class ResponseEvents:
     """
 
     __slots__ = (
-        "_created_at", "_delta_start", "_final", "_lane", "_message", "_model", "_new_id", "_output", "_request",
+        "_created_at", "_delta_start", "_final", "_lane", "_model", "_new_id", "_open", "_output", "_request",
         "_sequence_number", "_status", "items", "response_id",
     )  # fmt: skip
 
@@ -97,7 +98,7 @@ class ResponseEvents:
         self._lane = {} if stream_id is None else {"stream_id": stream_id}
         self._sequence_number = 0
         self._output: list[orjson.Fragment] = []  # finished items
-        self._message: OpenMessage | None = None
+        self._open: OpenItem | None = None
         self._delta_start = b""
         self._status = ResponseStatus.QUEUED if request.background else ResponseStatus.IN_PROGRESS
         self._final: bytes | None = None  # the response as its terminal event has it
@@ -125,17 +126,41 @@ class ResponseEvents:
         return self._final or orjson.dumps(self._response(self._status))
 
     def delta(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
-        """Return the event for new text, after those that open the message if it is the first."""
+        """Return the event for new text, after those that open its message if it is the first."""
         events: list[Event] = []
-        message = self._message
-        if message is None:
-            message = self._open_message(events)
-        entries = message.add(text, logprobs)
-        number = self._sequence_number
-        self._sequence_number = number + 1
-        tail = b',"logprobs":%b,"sequence_number":%d}' % (entries, number)
-        events.append((TEXT_DELTA, b"".join((self._delta_start, orjson.dumps(text), tail))))
+        message = self._open
+        if not isinstance(message, OpenMessage):
+            message = OpenMessage(self._new_id("msg"), self._next_index(events))
+            self._begin(message, events)
+        events.append(self._delta_event(message, text, b',"logprobs":' + message.add(text, logprobs)))
         return events
+
+    def reasoning(self, text: str) -> list[Event]:
+        """Return the event for more of what the model thinks, after those that open the item if it is the first."""
+        events: list[Event] = []
+        item = self._open
+        if not isinstance(item, OpenReasoning):
+            is_packed = self._request.wants_packed_reasoning
+            item = OpenReasoning(self._new_id("rs"), self._next_index(events), is_packed=is_packed)
+            self._begin(item, events)
+        item.add(text)
+        events.append(self._delta_event(item, text))
+        return events
+
+    def begin_call(self, call_id: str, function: str) -> list[Event]:
+        """Return the events that open a call of what the model knows as ``function``."""
+        events: list[Event] = []
+        tool = self._request.tools.name_of(function)
+        item_id = self._new_id("ctc" if tool.is_custom else "fc")
+        self._begin(OpenCall(item_id, self._next_index(events), call_id, tool), events)
+        return events
+
+    def arguments(self, text: str) -> list[Event]:
+        """Return the event for more arguments of the call that is open; none if they show nothing yet."""
+        call = self._open
+        assert isinstance(call, OpenCall)
+        shown = call.add(text)
+        return [self._delta_event(call, shown)] if shown else []
 
     def ending(
         self,
@@ -146,17 +171,16 @@ class ResponseEvents:
         error: Mapping[str, Any] | None = None,
         reason: str | None = None,
     ) -> list[Event]:
-        """Return the events that close the message, if there is one, and the terminal event.
+        """Return the events that close the item that is open, if there is one, and the terminal event.
 
         ``reason`` is why it is incomplete. A completed response has an item even if its text is empty, unless it was a
         warm-up.
         """
         events: list[Event] = []
         is_completed = status is ResponseStatus.COMPLETED
-        if is_completed and self._request.generate and self._message is None and not self._output:
-            self._open_message(events)
-        if self._message is not None:
-            self._close_message(self._message, events, "completed" if is_completed else "incomplete")
+        if is_completed and self._request.generate and self._open is None and not self._output:
+            self._begin(OpenMessage(self._new_id("msg"), 0), events)
+        self._close_open(events, "completed" if is_completed else "incomplete")
         self._status = status
         response = self._response(status, usage=usage, completed_at=completed_at, error=error, reason=reason)
         self._final = orjson.dumps(response)
@@ -172,24 +196,38 @@ class ResponseEvents:
         self._sequence_number += 1
         return self._sequence_number - 1
 
-    def _open_message(self, events: list[Event]) -> OpenMessage:
-        message = self._message = OpenMessage(self._new_id("msg"), len(self._output))
-        item, part = message.started()
-        start = orjson.dumps({"type": TEXT_DELTA, **self._lane, **message.place})
-        self._delta_start = start[:-1] + b',"delta":'
-        events.append(self._event("response.output_item.added", output_index=len(self._output), item=item))
-        events.append(self._event("response.content_part.added", **message.place, part=part))
-        return message
+    def _next_index(self, events: list[Event]) -> int:
+        """Close what is open; return the place of the item that follows."""
+        self._close_open(events, "completed")
+        return len(self._output)
 
-    def _close_message(self, message: OpenMessage, events: list[Event], status: str) -> None:
-        fields, part, item = message.finished(status)
-        events.append(self._event("response.output_text.done", **message.place, **fields))
-        events.append(self._event("response.content_part.done", **message.place, part=part))
-        events.append(self._event("response.output_item.done", output_index=len(self._output), item=item))
-        self._output.append(item)
-        self._message = None
-        if text := message.text:
-            self.items.append(MessageItem("assistant", text))
+    def _begin(self, item: OpenItem, events: list[Event]) -> None:
+        self._open = item
+        start = orjson.dumps({"type": item.delta_type, **self._lane, **item.place})
+        self._delta_start = start[:-1] + b',"delta":'
+        announced = item.announced()
+        events.append(self._event("response.output_item.added", output_index=len(self._output), item=announced))
+        events += [self._event(name, **fields) for name, fields in item.opening()]
+
+    def _delta_event(self, item: OpenItem, text: str, further: bytes = b"") -> Event:
+        number = self._sequence_number
+        self._sequence_number = number + 1
+        tail = b'%b,"sequence_number":%d}' % (further, number)
+        return item.delta_type, b"".join((self._delta_start, orjson.dumps(text), tail))
+
+    def _close_open(self, events: list[Event], status: str) -> None:
+        item, self._open = self._open, None
+        if item is None:
+            return
+        if isinstance(item, OpenCall) and status == "completed" and (rest := item.rest()):
+            events.append(self._delta_event(item, rest))
+        closed = item.close(status)
+        events += [self._event(name, **fields) for name, fields in closed.events]
+        if closed.is_done:
+            events.append(self._event("response.output_item.done", output_index=len(self._output), item=closed.item))
+        self._output.append(closed.item)
+        if closed.kept is not None:
+            self.items.append(closed.kept)
 
     def _response(
         self,
@@ -215,14 +253,14 @@ class ResponseEvents:
             "metadata": request.metadata,
             "model": self._model,
             "output": self._output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": request.tools.options.is_parallel,
             "previous_response_id": request.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": request.reasoning,
             "store": request.is_kept,
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}, **request.formats.get("text", {})},
-            "tool_choice": request.tool_choice,
-            "tools": [],
+            "tool_choice": orjson.Fragment(request.tools.shown_choice),
+            "tools": orjson.Fragment(request.tools.shown),
             "top_logprobs": params.logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -230,7 +268,7 @@ class ResponseEvents:
             "user": request.user,
         }
 
-    def _event(self, name: str, **fields: Any) -> Event:
+    def _event(self, name: str, /, **fields: Any) -> Event:
         number = self._sequence_number
         self._sequence_number = number + 1
         return name, orjson.dumps({"type": name, **self._lane, **fields, "sequence_number": number})

@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from aserve.errors import ClientError
+from aserve.server.portable_reasoning import unpack_reasoning
 from aserve.server.response_items import (
     BUILT_IN_CALLS,
     BUILT_IN_OUTPUTS,
@@ -116,8 +117,11 @@ def _read_built_in_output(name: str, item: Mapping[str, Any]) -> Item | None:
 
 def _read_reasoning(name: str, item: Mapping[str, Any]) -> Item | None:
     """Take what was thought, else its summary; what another server has encrypted says nothing to this one."""
-    text = _read_thoughts(f"{name}.content", item.get("content")) or _read_thoughts(
-        f"{name}.summary", item.get("summary")
+    packed = item.get("encrypted_content")
+    text = (
+        _read_thoughts(f"{name}.content", item.get("content"))
+        or (unpack_reasoning(packed) if isinstance(packed, str) else None)
+        or _read_thoughts(f"{name}.summary", item.get("summary"))
     )
     return ReasoningItem(text) if text else None
 

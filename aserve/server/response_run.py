@@ -7,9 +7,11 @@ from typing import Any
 
 from aserve.engine.async_engine import AsyncEngine
 from aserve.errors import AserveError, CapacityError, ClientError
-from aserve.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from aserve.request import FinishReason, Request, RequestOutput, SamplingParams
+from aserve.server.answer_events import AnswerEvents
+from aserve.server.answer_style import AnswerStyle
 from aserve.server.errors import blaming
-from aserve.server.logprobs import TokenNames, finite
+from aserve.server.logprobs import TokenNames
 from aserve.server.response_archive import KeptResponse
 from aserve.server.response_events import (
     MAX_OUTPUT_TOKENS,
@@ -38,9 +40,9 @@ class ResponseRun:
     """
 
     __slots__ = (
-        "_engine", "_frame", "_held_logprobs", "_history", "_is_queued", "_is_steered", "_is_stopping",
-        "_is_submitted", "_last", "_lease", "_names", "_on_end", "_on_written", "_outlet", "_output_ids", "_prompt",
-        "_sink", "_texts", "_written", "error", "events", "is_cancelled", "request", "status",
+        "_answer", "_engine", "_frame", "_history", "_is_plain", "_is_queued", "_is_steered", "_is_stopping",
+        "_is_submitted", "_last", "_lease", "_on_end", "_on_written", "_outlet", "_output_ids", "_params", "_prompt",
+        "_sink", "_style", "_texts", "_written", "error", "events", "is_cancelled", "request", "status",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +50,7 @@ class ResponseRun:
         request: ResponseRequest,
         events: ResponseEvents,
         engine: AsyncEngine,
+        style: AnswerStyle,
         outlet: Outlet,
         *,
         frame: Framing,
@@ -61,20 +64,22 @@ class ResponseRun:
         self.error: AserveError | None = None  # why it failed
         self.request = request
         self._engine = engine
+        self._style = style
         self._outlet = outlet
         self._frame = frame
         self._on_end = on_end
         self._on_written = on_written
         self._lease = lease
-        self._names = TokenNames(engine.tokenizer, hides_special=request.params.skip_special_tokens)
         self._sink: StreamSink | None = StreamSink(outlet, self, self._note_end)
         self._written = asyncio.Event()
         self._history: list[Item] = []
         self._prompt: list[Span] = []
+        self._params: SamplingParams = request.params
+        self._answer: AnswerEvents | None = None  # when it is known how to read it
+        self._is_plain = False  # nearly every output is one event, of new text
         self._output_ids: list[int] = []
         self._texts: list[str] = []
         self._last: RequestOutput | None = None  # for the usage
-        self._held_logprobs: list[Mapping[str, Any]] = []  # of tokens whose text is still held back
         self._is_submitted = False
         self._is_steered = False
         self._is_stopping = False
@@ -116,13 +121,21 @@ class ResponseRun:
         items = [*self._history, *self.request.items]
         if self.request.instructions is not None:
             items.insert(0, MessageItem("system", self.request.instructions))
-        await prepare_grammar(self._engine, self.request.params, self.request.formats, TEXT_FORMAT)
+        tools = self.request.tools.options
         with blaming("input"):
             self._prompt = await self._engine.prompts.encode_turn(
                 chat_messages(items),
                 previous.spans if previous is not None else (),
+                tools=tools.for_template(),
                 template_kwargs=self.request.template_kwargs,
             )
+        plan = self._style.plan(tools, self.request.params, join_spans(self._prompt))
+        await prepare_grammar(self._engine, plan.params, self.request.formats, TEXT_FORMAT)
+        reader = plan.reader()
+        names = TokenNames(self._engine.tokenizer, hides_special=plan.params.skip_special_tokens)
+        self._params = plan.params
+        self._answer = AnswerEvents(self.events, reader, names)
+        self._is_plain = reader is None and plan.params.logprobs is None
         return self._num_prompt_tokens
 
     def open(self) -> None:
@@ -171,37 +184,30 @@ class ResponseRun:
         text = output.text
         self._output_ids += output.token_ids
         self._texts.append(text)
-        if (
-            text
-            and output.finish_reason is None
-            and not (output.logprobs or self._held_logprobs or self._is_queued or self._is_stopping)
-        ):
+        if self._is_plain and text and output.finish_reason is None and not (self._is_queued or self._is_stopping):
             return self._frame(self.events.delta(text))  # nearly every token; keeps nothing of the output alive
+        started: list[Event] = []
         if self._is_queued:
             self._is_queued = False
-            return self._frame(self.events.started()) + self._rare_frames(output)
-        return self._rare_frames(output)
+            started = self.events.started()
+        return self._frame(started) + self._rare_frames(output)
 
     def failure_frames(self, error: AserveError) -> list[bytes]:
         """Return the frames that end the response before its last token, for ``error`` or at the client's wish."""
+        held = [] if self._answer is None else self._frame(self._answer.end())
         if self.is_cancelled:
-            return self._ending(ResponseStatus.CANCELLED)
+            return held + self._ending(ResponseStatus.CANCELLED)
         if self._is_steered:
-            return self._ending(ResponseStatus.INCOMPLETE, reason=STEERED)
+            return held + self._ending(ResponseStatus.INCOMPLETE, reason=STEERED)
         self.error = error
-        return self._ending(ResponseStatus.FAILED, failure_body(error))
+        return held + self._ending(ResponseStatus.FAILED, failure_body(error))
 
     def _rare_frames(self, output: RequestOutput) -> list[bytes]:
-        reason = output.finish_reason
+        assert self._answer is not None  # it was submitted
         self._last = output
-        if output.logprobs:
-            self._held_logprobs += render_logprobs(self._names, output.logprobs)
-        frames: list[bytes] = []
-        if output.text or (reason is not None and self._held_logprobs):
-            frames = self._frame(self.events.delta(output.text, self._held_logprobs))
-            self._held_logprobs = []
-        if reason is not None:
-            is_cut = reason is FinishReason.LENGTH and self.request.generate
+        frames = self._frame(self._answer.read(output))
+        if output.finish_reason is not None:
+            is_cut = output.finish_reason is FinishReason.LENGTH and self.request.generate
             status = ResponseStatus.INCOMPLETE if is_cut else ResponseStatus.COMPLETED
             frames += self._ending(status, reason=MAX_OUTPUT_TOKENS if is_cut else None)
         return frames
@@ -210,7 +216,7 @@ class ResponseRun:
         request = Request(
             request_id=self.response_id,
             prompt_token_ids=tuple(join_spans(self._prompt)),
-            params=self.request.params,
+            params=self._params,
             priority=self.request.priority,
             arrival_time_s=time.monotonic(),
             lease=self._lease,
@@ -232,7 +238,9 @@ class ResponseRun:
     def _usage(self) -> Usage:
         if self._last is None:
             return Usage(self._num_prompt_tokens, 0, 0)
-        return Usage(self._last.num_prompt_tokens, self._last.num_cached_tokens, self._last.num_output_tokens)
+        num_reasoning = 0 if self._answer is None else self._answer.num_reasoning_tokens
+        last = self._last
+        return Usage(last.num_prompt_tokens, last.num_cached_tokens, last.num_output_tokens, num_reasoning)
 
     def _write(self, frames: Sequence[bytes]) -> None:
         for frame in frames:
@@ -261,19 +269,3 @@ def failure_body(error: AserveError) -> dict[str, str]:
     elif isinstance(error, ClientError):
         code = "invalid_prompt"
     return {"code": code, "message": str(error)}
-
-
-def render_logprobs(names: TokenNames, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-    """Return the JSON form of ``entries``, one for each token."""
-    return [
-        {
-            **_render_token(names, entry.token_id, entry.logprob),
-            "top_logprobs": [_render_token(names, token_id, logprob) for token_id, logprob in entry.top],
-        }
-        for entry in entries
-    ]
-
-
-def _render_token(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
-    shown = names.visible_bytes(token_id) or b""
-    return {"token": names.name(token_id), "bytes": list(shown), "logprob": finite(logprob)}

@@ -12,19 +12,23 @@ from typing import Any
 from aserve.errors import ClientError
 from aserve.request import SamplingParams
 from aserve.server import schema
+from aserve.server.reasoning import reasoning_variables
 from aserve.server.response_input import read_input, type_error, unsupported
 from aserve.server.response_items import Item
+from aserve.server.response_tools import ResponseTools, read_tools
 from aserve.server.schema import CommonBody, check_template_kwargs, convert_body, log_unknown, sampling_params
 from aserve.server.structured_request import GRAMMAR_FIELDS, grammar_from
 
 MAX_METADATA = 16
 TEXT_FORMAT = "text.format"
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
+REASONING_INCLUDE = "reasoning.encrypted_content"
 
 WITH_EFFECT = frozenset({
     "background", "chat_template_kwargs", "generate", "include", "input", "instructions", "max_output_tokens",
-    "metadata", "model", "previous_response_id", "prompt_cache_options", "resumable", "store", "stream", "stream_id",
-    "text", "tool_choice", "tools", "top_logprobs", "truncation", "type", "user",
+    "metadata", "model", "parallel_tool_calls", "previous_response_id", "prompt_cache_options", "reasoning",
+    "resumable", "store", "stream", "stream_id", "text", "tool_choice", "tools", "top_logprobs", "truncation", "type",
+    "user",
 })  # fmt: skip
 SAMPLING_FIELDS = (  # of ``CommonBody``, with the same meaning
     "frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p", "min_tokens",
@@ -33,9 +37,8 @@ SAMPLING_FIELDS = (  # of ``CommonBody``, with the same meaning
 )  # fmt: skip
 
 # Describe features that add nothing to a text model's answer, or hints that a single server has no use for.
-ACCEPTED_WITHOUT_EFFECT = schema.ACCEPTED_WITHOUT_EFFECT - {"metadata", "moderation", "store", "user"} | {
-    "access_programs", "background_options", "client_metadata", "image", "max_tool_calls", "parallel_tool_calls",
-    "reasoning", "reasoning_effort", "stream_options",
+ACCEPTED_WITHOUT_EFFECT = schema.ACCEPTED_WITHOUT_EFFECT - WITH_EFFECT - {"moderation"} | {
+    "access_programs", "background_options", "client_metadata", "image", "max_tool_calls", "stream_options",
 }  # fmt: skip
 
 # Would change the answer, so they are never ignored.
@@ -54,13 +57,15 @@ RENAMED = {  # names of the other endpoints -> what to use here
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
+    "reasoning_effort": "reasoning.effort",
 }
 
 INCLUDABLE = frozenset({
     LOGPROBS_INCLUDE, "code_interpreter_call.outputs", "computer_call_output.output.image_url",
-    "file_search_call.results", "message.input_image.image_url", "reasoning.encrypted_content",
+    "file_search_call.results", "message.input_image.image_url", REASONING_INCLUDE,
     "web_search_call.action.sources", "web_search_call.results",
 })  # fmt: skip
+SUMMARIES = ("auto", "concise", "detailed")
 
 FORMAT_FIELDS = GRAMMAR_FIELDS - {"response_format"} | {"text"}
 KNOWN = WITH_EFFECT.union(SAMPLING_FIELDS, GRAMMAR_FIELDS, ACCEPTED_WITHOUT_EFFECT, REFUSED, HARMLESS, RENAMED)
@@ -83,7 +88,9 @@ class ResponseRequest:
     model: str | None
     metadata: dict[str, str]
     generate: bool
-    tool_choice: str
+    tools: ResponseTools
+    reasoning: Mapping[str, Any]  # effort and summary, as they came
+    wants_packed_reasoning: bool
     user: str | None
     template_kwargs: dict[str, Any]
     formats: Mapping[str, Any]  # the fields that ask for structured output, as they came
@@ -104,6 +111,9 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
     log_unknown(fields, KNOWN)
     _refuse_unsupported(fields)
     generate = _read_generate(fields)
+    reasoning = _read_reasoning(fields)
+    template_kwargs = _read(fields, "chat_template_kwargs", dict) or {}
+    check_template_kwargs(template_kwargs)
     params, priority = _read_sampling(fields, vocab_size, generate=generate)
     request = ResponseRequest(
         items=read_input(fields.get("input")),
@@ -114,9 +124,15 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
         model=_read(fields, "model", str),
         metadata=_read_metadata(fields),
         generate=generate,
-        tool_choice=_read(fields, "tool_choice", str) or "auto",
+        tools=read_tools(
+            fields.get("tools"),
+            fields.get("tool_choice"),
+            is_parallel=_read(fields, "parallel_tool_calls", bool) is not False,
+        ),
+        reasoning=reasoning,
+        wants_packed_reasoning=REASONING_INCLUDE in fields.get("include", ()),
         user=_read(fields, "user", str),
-        template_kwargs=_read(fields, "chat_template_kwargs", dict) or {},
+        template_kwargs={**reasoning_variables(reasoning["effort"], "reasoning.effort"), **template_kwargs},
         formats={name: fields[name] for name in FORMAT_FIELDS & fields.keys()},
         is_streamed=_read(fields, "stream", bool) or False,
         is_kept=_read(fields, "store", bool) is not False,
@@ -125,7 +141,6 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
     )
     if request.background and not request.is_kept:
         raise ClientError("a background response has to be stored", param="store")
-    check_template_kwargs(request.template_kwargs)
     if not request.items and request.previous_response_id is None and request.instructions is None:
         raise ClientError("input is required", param="input", code="missing_required_parameter")
     return request
@@ -165,11 +180,6 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
             )
     if fields.get("truncation", "disabled") != "disabled":
         raise unsupported("truncation", "truncation other than 'disabled'")
-    tool_choice = fields.get("tool_choice", "auto")
-    if tool_choice not in ("auto", "none"):
-        raise unsupported("tool_choice", "tool_choice other than 'auto' or 'none'")
-    if fields.get("tools") and tool_choice != "none":
-        raise unsupported("tools", "tools")
     _read(fields, "text", dict)
     include = _read(fields, "include", list) or []
     for entry in include:
@@ -199,6 +209,14 @@ def _read_sampling(fields: Mapping[str, Any], vocab_size: int, *, generate: bool
     except ClientError as error:
         name = PARAM_NAMES.get(error.param or "", error.param)
         raise ClientError(error.message.replace(error.param or "", name or "", 1), param=name) from error
+
+
+def _read_reasoning(fields: Mapping[str, Any]) -> dict[str, Any]:
+    options = _read(fields, "reasoning", dict) or {}
+    summary = options.get("summary") or options.get("generate_summary")
+    if summary is not None and summary not in SUMMARIES:
+        raise ClientError(f"reasoning.summary must be one of {', '.join(SUMMARIES)}", param="reasoning.summary")
+    return {"effort": options.get("effort"), "summary": summary}
 
 
 def _read_metadata(fields: Mapping[str, Any]) -> dict[str, str]:

@@ -24,7 +24,14 @@ def new_run(
     """Return a run that ends with its client; its KV pages are kept for the next turn of ``lease``."""
     events = _new_events(state, request, stream_id)
     return ResponseRun(
-        request, events, state.engine, outlet, frame=frame, on_end=_Archiving(state, request), lease=lease
+        request,
+        events,
+        state.engine,
+        state.answer_style,
+        outlet,
+        frame=frame,
+        on_end=_Archiving(state, request),
+        lease=lease,
     )
 
 
@@ -39,6 +46,7 @@ def new_live(
         request,
         events,
         state.engine,
+        state.answer_style,
         live.outlet,
         frame=sse_frames,
         on_end=_Archiving(state, request),

@@ -4,10 +4,13 @@ The format is Hermes': a call is a JSON object between ``<tool_call>`` tags, a r
 ``<tool_response>`` tags in a message of the user.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
+
+from aserve.errors import ClientError
 
 INSTRUCTIONS = """You can call functions. Here is each of them as a JSON object, between <tools> tags:
 <tools>
@@ -53,9 +56,16 @@ def _without_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     texts = [message["content"]] if message["content"] else []
     for call in message.get("tool_calls", ()):
         function = call["function"]
-        written = _json({"name": function["name"], "arguments": function["arguments"]})
-        texts.append(f"<tool_call>\n{written}\n</tool_call>")
+        texts.append(f"<tool_call>\n{_written(function)}\n</tool_call>")
     return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": "\n".join(texts)}
+
+
+def _written(function: Mapping[str, Any]) -> str:
+    """Return a call with the spaces that models put there, so that what one wrote need not be computed again."""
+    try:
+        return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    except RecursionError:
+        raise ClientError("the arguments of a call are nested too deeply", param="messages") from None
 
 
 def _json(value: Any) -> str:

@@ -98,9 +98,7 @@ async def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> Non
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"tool_choice": {"type": "mcp", "server_label": "s"}}, "tool_choice"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),

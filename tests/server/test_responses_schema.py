@@ -9,8 +9,9 @@ from openai.types.responses.responses_client_event import ResponseCreate
 
 from aserve.errors import ClientError
 from aserve.server import schema
+from aserve.server.reasoning import reasoning_variables
 from aserve.server.response_items import MessageItem
-from aserve.server.response_schema import KNOWN, SAMPLING_FIELDS, ResponseRequest, parse_create
+from aserve.server.response_schema import KNOWN, SAMPLING_FIELDS, WITH_EFFECT, ResponseRequest, parse_create
 from aserve.server.schema import ChatBody, CompletionBody, parse_chat
 from aserve.tokenizer.messages import ROLES, TEXT_PARTS
 
@@ -70,6 +71,14 @@ def test_template_variables_are_read_and_bounded() -> None:
         assert refusal(chat_template_kwargs=wrong).param == "chat_template_kwargs"
 
 
+@pytest.mark.parametrize("effort", [None, "none", "low"])
+def test_the_effort_of_reasoning_reaches_the_template_as_in_chat(effort: str | None) -> None:
+    kwargs = create(reasoning={"effort": effort}).template_kwargs
+    assert kwargs == reasoning_variables(effort, "reasoning_effort")
+    own = create(reasoning={"effort": effort}, chat_template_kwargs={"enable_thinking": "own"}).template_kwargs
+    assert own == kwargs | {"enable_thinking": "own"}
+
+
 B37 = [
     {"logit_bias": {"49152": 5}}, {"logit_bias": {"-1": 5}}, {"logit_bias": {"x": 1}}, {"logit_bias": {"5": 101}},
     {"logit_bias": {str(i): 1 for i in range(301)}}, {"stop_token_ids": [49152]}, {"stop_token_ids": [-1]},
@@ -95,9 +104,10 @@ def test_any_top_k_is_clamped_to_the_vocabulary(value: int) -> None:
     ("field", "value"),
     [
         *((name, {"a": 1}) for name in sorted(schema.REFUSED)),
-        *((name, {"a": 1}) for name in sorted(schema.HARMLESS)),
+        *((name, {"a": 1}) for name in sorted(schema.HARMLESS.keys() - WITH_EFFECT)),
         ("n", 2), ("best_of", 2), ("echo", True), ("continue_final_message", True), ("add_generation_prompt", False),
         ("max_tokens", 5), ("max_completion_tokens", 5), ("logprobs", True), ("logprobs", 3), ("messages", []),
+        ("reasoning_effort", "low"),
     ],
 )  # fmt: skip
 def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any) -> None:
@@ -110,7 +120,7 @@ def test_values_that_ask_for_nothing_pass() -> None:
     fields = {
         "response_format": {"type": "text"}, "n": 1, "best_of": 1, "echo": False, "logprobs": False, "functions": [],
         "use_beam_search": False, "continue_final_message": False, "add_generation_prompt": True,
-        "reasoning_effort": "low", "field_of_the_future": 1,
+        "field_of_the_future": 1,
     }  # fmt: skip
     assert create(**fields) == create()
 

@@ -119,7 +119,7 @@ def test_null_and_missing_content_are_empty(demo_tokenizer: Tokenizer, message: 
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call], **message}]
     turns.append({"role": "tool", "tool_call_id": "c1", "content": "2"})
-    spelled = '<tool_call>\n{"name":"f","arguments":{"x":1}}\n</tool_call>'
+    spelled = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     result = {"role": "user", "content": "<tool_response>\n2\n</tool_response>"}
     expected = [turns[0], {"role": "assistant", "content": spelled}, result]  # this template knows of no tools
     assert demo_tokenizer.encode_chat(turns) == demo_tokenizer.encode_chat(expected)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from aserve.errors import ClientError
 from aserve.tokenizer.chat_template import ChatTemplate
 from aserve.tokenizer.control_tokens import ControlToken, ControlTokens, unmark
 
@@ -49,11 +50,17 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     assert head.startswith("[system]Be brief.\n\n")
     described = head.partition("<tools>\n")[2].partition("\n</tools>")[0]
     assert [json.loads(line) for line in described.split("\n")] == TOOLS
-    call = '<tool_call>\n{"name":"get_weather","arguments":{"city":"Plzeň"}}\n</tool_call>'
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Plzeň"}}\n</tool_call>'
     results = "<tool_response>\nsunny\n</tool_response>\n<tool_response>\nrainy\n</tool_response>"
     assert turns == f"Weather?[assistant]{call}\n{call}[user]{results}[assistant]"
     assert render(PLAIN, TURNS[1:2], TOOLS).startswith("[system]You can call functions.")
     assert render(PLAIN, TURNS[:2], TOOLS[:0]) == "[system]Be brief.[user]Weather?[assistant]"
+
+
+def test_arguments_too_deep_to_be_written_are_refused() -> None:
+    deep = {**CALL, "function": {"name": "f", "arguments": '{"a":' + "[" * 1000 + "]" * 1000 + "}"}}
+    with pytest.raises(ClientError, match="nested too deeply"):
+        render(PLAIN, [TURNS[1], {"role": "assistant", "tool_calls": [deep]}])
 
 
 HERMES = """

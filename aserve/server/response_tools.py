@@ -1,0 +1,157 @@
+"""``tools`` and ``tool_choice`` of a response.
+
+To the model a custom tool, which takes free text, is a function of one string, and the tools of a namespace carry its
+name in front of theirs. Tools of other types are those that OpenAI's servers run: they are left out, with a line in
+the log.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from aserve.errors import ClientError
+from aserve.server.response_input import type_error, unsupported
+from aserve.server.response_turns import CUSTOM_INPUT, function_name
+from aserve.server.tools import NO_TOOLS, FunctionTool, ToolChoice, ToolOptions, check_function, check_tools
+
+logger = logging.getLogger(__name__)
+
+MODES: tuple[ToolChoice, ...] = ("auto", "none", "required")
+
+CUSTOM_PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {CUSTOM_INPUT: {"type": "string", "description": "the input, as plain text"}},
+    "required": [CUSTOM_INPUT],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolName:
+    """How the client knows a tool."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseTools:
+    """The tools of one request; ``shown`` and ``shown_choice`` are the JSON by which its response repeats them."""
+
+    options: ToolOptions = NO_TOOLS
+    names: Mapping[str, ToolName] = field(default_factory=dict)  # by the name that the model knows
+    shown: bytes = b"[]"
+    shown_choice: bytes = b'"auto"'
+
+    def name_of(self, function: str) -> ToolName:
+        """Return the client's name of what the model calls ``function``."""
+        return self.names.get(function) or ToolName(function)
+
+
+def read_tools(tools: object, choice: object, *, is_parallel: bool) -> ResponseTools:
+    """Return the fields ``tools``, ``tool_choice`` and ``parallel_tool_calls``; raise ClientError for what is wrong."""
+    tools = [] if tools is None else tools
+    if not isinstance(tools, list):
+        raise type_error("tools", "list", tools)
+    found = [list(_read_tool(f"tools[{place}]", tool, None)) for place, tool in enumerate(tools)]
+    if num_ignored := found.count([]):
+        logger.info("left out %d tools of types that only OpenAI's servers can run", num_ignored)
+    functions = check_tools(function for group in found for function, _ in group)
+    names = {function.name: name for group in found for function, name in group}
+    options = _read_choice(choice, names, functions, is_parallel)
+    shown = [tool for tool, group in zip(tools, found, strict=True) if group]
+    return ResponseTools(options, names, _json("tools", shown), _json("tool_choice", choice or "auto"))
+
+
+def _read_tool(where: str, tool: object, namespace: str | None) -> Iterator[tuple[FunctionTool, ToolName]]:
+    """Yield the functions that a tool is to the model."""
+    if not isinstance(tool, dict):
+        raise type_error(where, "object", tool)
+    kind = tool.get("type")
+    if kind == "function":
+        yield _read_function(where, tool, namespace), ToolName(tool["name"], namespace)
+    elif kind == "custom":
+        yield _read_custom(where, tool, namespace), ToolName(tool["name"], namespace, is_custom=True)
+    elif kind == "namespace" and namespace is None:
+        members, label = tool.get("tools"), _read_name(where, tool)
+        if not isinstance(members, list):
+            raise type_error(f"{where}.tools", "list", members)
+        for place, member in enumerate(members):
+            yield from _read_tool(f"{where}.tools[{place}]", member, label)
+    elif not isinstance(kind, str):
+        raise type_error(f"{where}.type", "string", kind)
+
+
+def _read_function(where: str, tool: Mapping[str, Any], namespace: str | None) -> FunctionTool:
+    said = {key: tool.get(key) for key in ("description", "parameters", "strict")}
+    return check_function(where, name=function_name(_read_name(where, tool), namespace), **said)
+
+
+def _read_custom(where: str, tool: Mapping[str, Any], namespace: str | None) -> FunctionTool:
+    """Return the function of one string; a grammar of that string is told to the model, which is not held to it."""
+    description, form = tool.get("description"), tool.get("format")
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        syntax, definition = form.get("syntax"), form.get("definition")
+        if syntax not in ("lark", "regex") or not isinstance(definition, str):
+            field = f"{where}.format"
+            raise ClientError(f"{field} must have the syntax lark or regex and a definition", param=field)
+        rule = f"The input has to match this {syntax} grammar:\n{definition}"
+        description = rule if description is None else f"{description}\n\n{rule}"
+    name = function_name(_read_name(where, tool), namespace)
+    return check_function(where, name=name, description=description, parameters=CUSTOM_PARAMETERS)
+
+
+def _read_name(where: str, tool: Mapping[str, Any]) -> str:
+    value = tool.get("name")
+    if not isinstance(value, str) or not value:
+        raise type_error(f"{where}.name", "string", value)
+    return value
+
+
+def _read_choice(
+    choice: object, names: Mapping[str, ToolName], functions: tuple[FunctionTool, ...], is_parallel: bool
+) -> ToolOptions:
+    if choice is None or isinstance(choice, str):
+        return ToolOptions(tools=functions, choice=_read_mode("tool_choice", choice, MODES), is_parallel=is_parallel)
+    if not isinstance(choice, dict):
+        raise type_error("tool_choice", "string or object", choice)
+    mode: ToolChoice = "required"
+    allowed: Any = [choice]
+    if choice.get("type") == "allowed_tools":
+        mode = _read_mode("tool_choice.mode", choice.get("mode"), ("auto", "required"))
+        allowed = choice.get("tools")
+        if not isinstance(allowed, list) or not all(isinstance(tool, dict) for tool in allowed):
+            raise type_error("tool_choice.tools", "list of objects", allowed)
+    chosen = {_chosen(tool, names) for tool in allowed}
+    return ToolOptions(tools=functions, choice=mode, allowed=chosen, is_parallel=is_parallel)
+
+
+def _read_mode(where: str, value: object, modes: tuple[ToolChoice, ...]) -> ToolChoice:
+    """Return the mode; "auto" if there is none."""
+    for mode in modes:
+        if value is None or value == mode:
+            return mode
+    raise ClientError(f"{where} must be one of {', '.join(modes)}", param=where)
+
+
+def _chosen(choice: Mapping[str, Any], names: Mapping[str, ToolName]) -> str:
+    """Return the name that the model knows of a tool that is chosen by its type and name."""
+    kind = choice.get("type")
+    if kind not in ("function", "custom"):
+        raise unsupported("tool_choice", f"tool_choice of type {str(kind)[:64]!r}")
+    wanted = _read_name("tool_choice", choice)
+    for function, tool in names.items():
+        if wanted in (function, tool.name) and tool.is_custom is (kind == "custom"):
+            return function
+    raise ClientError(f"tool_choice names {wanted[:64]!r}, which is not in tools", param="tool_choice")
+
+
+def _json(where: str, value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        raise ClientError(f"{where} is nested too deeply or holds a lone surrogate", param=where) from None
