@@ -19,6 +19,24 @@ MAX_GRAMMAR_BYTES = 1 << 17
 MAX_INT32 = 2**31 - 1
 
 
+NUMBER_RANGES: Mapping[str, tuple[float, float]] = {  # field of SamplingParams -> its least and its greatest value
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+INTEGER_RANGES: Mapping[str, tuple[int, int]] = {
+    "top_k": (-1, MAX_INT32),
+    "min_tokens": (0, MAX_INT32),
+    "max_tokens": (0, MAX_INT32),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "seed": (-(2**63), 2**64 - 1),
+}
+
+
 class FinishReason(StrEnum):
     """Why a request ended."""
 
@@ -95,18 +113,10 @@ class SamplingParams:
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))  # frozen for everybody else
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             self._check_type(name, getattr(self, name), (bool,), "true or false")
-        self._check_number("temperature", 0.0, 100.0)
-        self._check_number("top_p", 0.0, 1.0)
-        self._check_number("min_p", 0.0, 1.0)
-        self._check_number("presence_penalty", -2.0, 2.0)
-        self._check_number("frequency_penalty", -2.0, 2.0)
-        self._check_number("repetition_penalty", 0.01, 100.0)
-        self._check_integer("top_k", -1, MAX_INT32)
-        self._check_integer("min_tokens", 0, MAX_INT32)
-        self._check_integer("max_tokens", 0, MAX_INT32)
-        self._check_integer("logprobs", 0, MAX_LOGPROBS)
-        self._check_integer("prompt_logprobs", 0, MAX_LOGPROBS)
-        self._check_integer("seed", -(2**63), 2**64 - 1)
+        for name, bounds in NUMBER_RANGES.items():
+            self._check_number(name, *bounds)
+        for name, limits in INTEGER_RANGES.items():
+            self._check_integer(name, *limits)
         self._check_logit_bias()
         self._check_stop()
         if self.grammar is not None:

@@ -20,12 +20,14 @@ from aserve.server.http_responses import http_responses_routes
 from aserve.server.messages import messages_routes
 from aserve.server.middleware import ErrorCatch, ReadyGate, RequestIds
 from aserve.server.models import JsonEndpoint, detokenize, list_models, show_model, tokenize
+from aserve.server.openapi import show_api
 from aserve.server.origin import OriginGate
 from aserve.server.responses import responses_routes
 from aserve.server.state import ServerState
 
 PROBES = ("/health", "/ready")
-WITHOUT_MODEL = ("/metrics", "/version")
+DOCUMENT = "/openapi.json"
+WITHOUT_MODEL = ("/metrics", "/version", DOCUMENT)
 
 
 def create_app(engine: AsyncEngine, config: Config, state: ServerState | None = None) -> Starlette:
@@ -61,6 +63,7 @@ def _probes(state: ServerState) -> list[BaseRoute]:
         Route("/ready", Ready(state), methods=["GET"]),
         Route("/metrics", MetricsPage(state), methods=["GET"]),
         Route("/version", JsonEndpoint(show_version), methods=["GET"]),
+        Route(DOCUMENT, JsonEndpoint(partial(show_api, state)), methods=["GET"]),
     ]
 
 

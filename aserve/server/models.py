@@ -14,7 +14,7 @@ from aserve.server.generation import send_json
 from aserve.server.json_body import read_json
 from aserve.server.logprobs import TokenNames
 from aserve.server.prompts import parse_prompts
-from aserve.server.schema import Messages, check_template_use, convert_body
+from aserve.server.schema import ChatMessages, check_template_use, convert_body
 from aserve.server.state import ServerState
 from aserve.server.tools import ToolOptions
 
@@ -37,7 +37,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: ChatMessages | None = None
     tools: list[Any] = msgspec.field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     add_generation_prompt: bool = True

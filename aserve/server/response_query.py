@@ -13,6 +13,9 @@ from aserve.server.response_listing import wire_items
 
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
+MAX_SEQUENCE_NUMBER = 2**53
+SWITCHES = {"true": True, "1": True, "false": False, "0": False}
+ORDERS = {"asc": True, "desc": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +29,8 @@ class ResponseQuery:
     def read(cls, scope: Scope) -> Self:
         """Return what the query string says; raise ClientError that names the parameter at fault."""
         query = QueryParams(scope["query_string"])
-        is_streamed = _read_choice(query, "stream", {"true": True, "1": True, "false": False, "0": False}, False)
-        after = _read_integer(query, "starting_after", 0, 2**53, -1)
+        is_streamed = _read_choice(query, "stream", SWITCHES, False)
+        after = _read_integer(query, "starting_after", 0, MAX_SEQUENCE_NUMBER, -1)
         if "starting_after" in query and not is_streamed:
             raise ClientError("starting_after needs stream=true", param="starting_after")
         return cls(is_streamed, after + 1)
@@ -48,7 +51,7 @@ class ItemPage:
         return cls(
             limit=_read_integer(query, "limit", 1, MAX_PAGE, DEFAULT_PAGE),
             after=query.get("after"),
-            is_ascending=_read_choice(query, "order", {"asc": True, "desc": False}, False),
+            is_ascending=_read_choice(query, "order", ORDERS, False),
         )
 
     def cut(self, items: list[Item], response_id: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from msgspec import Meta
 from aserve.errors import ClientError
 from aserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 from aserve.server.structured_request import GRAMMAR_FIELDS, grammar_from
+from aserve.tokenizer.messages import message_schema
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,12 @@ REFUSED = frozenset({
 
 
 Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+ChatMessage = Annotated[dict[str, Any], Meta(extra_json_schema=message_schema())]
+ChatMessages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Text = Annotated[str, Meta(min_length=1)]
+TokenId = Annotated[int, Meta(ge=0)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+Prompts = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -99,7 +106,7 @@ SAME_NAME = (
 class ChatBody(CommonBody, kw_only=True):
     """Body of a chat completion; messages are for the template to check, tools are checked in ``chat_tools.py``."""
 
-    messages: Messages
+    messages: ChatMessages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -113,9 +120,9 @@ class ChatBody(CommonBody, kw_only=True):
 
 
 class CompletionBody(CommonBody, kw_only=True):
-    """Body of a text completion; ``prompt`` is checked in ``prompts.py``."""
+    """Body of a text completion; which forms of ``prompt`` go together is checked in ``prompts.py``."""
 
-    prompt: Any
+    prompt: Prompts
     echo: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None

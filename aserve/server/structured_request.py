@@ -33,6 +33,28 @@ STRUCTURED_OUTPUTS: dict[str, GrammarKind] = {  # the same within ``structured_o
 GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs", *EXTRAS})
 FORMATS = ("text", "json_object", "json_schema")
 MAX_NAME_CHARS = 64
+FORMAT_SCHEMA: dict[str, Any] = {  # of ``response_format``, as JSON schema
+    "anyOf": [
+        {"type": "null"},
+        {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+        {
+            "type": "object",
+            "required": ["type", "json_schema"],
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {
+                        "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS},
+                        "strict": {"type": ["boolean", "null"]},
+                        "schema": {"type": "object"},
+                    },
+                },
+            },
+        },
+    ]
+}
 
 
 def grammar_from(fields: Mapping[str, Any], format_field: str = "response_format") -> GrammarSpec | None:

@@ -15,6 +15,32 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
+def message_schema() -> dict[str, Any]:
+    """Return the JSON schema of one message as clients send it: what ``normalize_messages`` takes."""
+    parts = [
+        {"type": "object", "required": ["type"], "properties": {"type": {"const": kind}, field: _or_null("string")}}
+        for kind, field in sorted(TEXT_PARTS.items())
+    ]
+    content = {"anyOf": [_or_null("string"), {"type": "array", "items": {"anyOf": parts}}]}
+    call = {
+        "type": "object",
+        "required": ["function"],
+        "properties": {
+            "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
+        },
+    }
+    calls = {"type": ["array", "null"], "items": call}
+    return {
+        "type": "object",
+        "required": ["role"],
+        "properties": {"role": {"enum": sorted(ROLES)}, "content": content, "tool_calls": calls},
+    }
+
+
+def _or_null(kind: str) -> dict[str, Any]:
+    return {"type": [kind, "null"]}
+
+
 def normalize_messages(messages: Sequence[Any], *, has_developer_role: bool) -> list[dict[str, Any]]:
     """Return new messages for a template: null fields left out, ``content`` a string, tool arguments objects.
 
@@ -66,8 +92,8 @@ def _normalize(message: Any, where: str) -> dict[str, Any]:
         normalized.setdefault("reasoning_content", reasoning)
     if isinstance(reasoning := normalized.get("reasoning_content"), str) and not normalized["content"]:
         normalized.setdefault("thinking", reasoning)  # gpt-oss's name, which its template takes in place of content
-    if calls := normalized.pop("tool_calls", None):
-        normalized["tool_calls"] = _normalize_calls(calls, f"{where}.tool_calls")
+    if calls := _normalize_calls(normalized.pop("tool_calls", []), f"{where}.tool_calls"):
+        normalized["tool_calls"] = calls
     return normalized
 
 

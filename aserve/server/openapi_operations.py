@@ -1,0 +1,119 @@
+"""Which HTTP operations there are, and what each takes and answers: the rows of the OpenAPI document."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import Struct
+
+from aserve.server import answer_types as answers
+from aserve.server.messages_schema import MessagesBody, PromptBody
+from aserve.server.models import DetokenizeBody, TokenizeBody
+from aserve.server.response_query import MAX_PAGE, MAX_SEQUENCE_NUMBER, ORDERS, SWITCHES
+from aserve.server.schema import ChatBody, CompletionBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One method of one path. ``answer`` None means text; ``query`` has the JSON schemas of its parameters."""
+
+    summary: str
+    answer: type[Struct] | None
+    body: type[Struct] | str | None = None  # a string names one that is read field by field
+    is_streamed: bool = False  # if the body or the query asks for it
+    query: tuple[tuple[str, dict[str, Any]], ...] = ()
+    error: type[Struct] = answers.ErrorAnswer
+    failure: type[Struct] | None = None  # the answer with status 503 where it is no error
+    example: dict[str, Any] | None = None  # of a body
+    opens: str | None = None  # the path at which the ``id`` of the answer can be used
+
+
+MESSAGES = [{"role": "user", "content": "Name three rivers."}]
+CREATE_RESPONSE = "CreateResponse"
+RESPONSE = "/v1/responses/{response_id}"
+RESPONSE_QUERY = (
+    ("stream", {"enum": list(SWITCHES)}),
+    ("starting_after", {"type": "integer", "minimum": 0, "maximum": MAX_SEQUENCE_NUMBER}),
+)
+ITEMS_QUERY = (
+    ("limit", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}),
+    ("after", {"type": "string"}),
+    ("order", {"enum": list(ORDERS)}),
+)
+
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("GET", "/health"): Operation(
+        summary="Whether the process is alive", answer=answers.StatusAnswer, failure=answers.StatusAnswer
+    ),
+    ("GET", "/ready"): Operation(summary="Whether requests are served", answer=answers.StatusAnswer),
+    ("GET", "/version"): Operation(summary="The version of aserve", answer=answers.VersionAnswer),
+    ("GET", "/metrics"): Operation(summary="Prometheus metrics", answer=None),
+    ("GET", "/v1/models"): Operation(summary="List the served models", answer=answers.ModelList),
+    ("GET", "/v1/models/{model}"): Operation(summary="Describe a served model", answer=answers.Model),
+    ("POST", "/tokenize"): Operation(
+        summary="Turn text or messages into token ids",
+        body=TokenizeBody,
+        example={"prompt": "Name three rivers."},
+        answer=answers.Tokens,
+    ),
+    ("POST", "/detokenize"): Operation(
+        summary="Turn token ids into text",
+        body=DetokenizeBody,
+        example={"tokens": [1, 2, 3]},
+        answer=answers.DetokenizedText,
+    ),
+    ("POST", "/v1/chat/completions"): Operation(
+        summary="Answer a chat",
+        body=ChatBody,
+        example={"messages": MESSAGES, "max_tokens": 8},
+        answer=answers.ChatCompletion,
+        is_streamed=True,
+    ),
+    ("POST", "/v1/completions"): Operation(
+        summary="Continue prompts",
+        body=CompletionBody,
+        example={"prompt": "Rivers are", "max_tokens": 8},
+        answer=answers.Completion,
+        is_streamed=True,
+    ),
+    ("POST", "/v1/messages"): Operation(
+        summary="Answer a chat in Anthropic's protocol",
+        body=MessagesBody,
+        example={"messages": MESSAGES, "max_tokens": 8},
+        answer=answers.Message,
+        is_streamed=True,
+        error=answers.MessagesErrorAnswer,
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        summary="Count the tokens of a chat in Anthropic's protocol",
+        body=PromptBody,
+        example={"messages": MESSAGES},
+        answer=answers.MessageTokens,
+        error=answers.MessagesErrorAnswer,
+    ),
+    ("POST", "/v1/responses"): Operation(
+        summary="Make a response",
+        body=CREATE_RESPONSE,
+        opens=RESPONSE,
+        example={"input": "Name three rivers.", "max_output_tokens": 8},
+        answer=answers.Response,
+        is_streamed=True,
+    ),
+    ("POST", "/v1/responses/input_tokens"): Operation(
+        summary="Count the tokens of a response's input",
+        body=CREATE_RESPONSE,
+        example={"input": "Name three rivers."},
+        answer=answers.InputTokens,
+    ),
+    ("POST", "/v1/responses/compact"): Operation(summary="Not supported: refused", answer=answers.ErrorAnswer),
+    ("GET", RESPONSE): Operation(
+        summary="Read a response, or go on with its stream",
+        answer=answers.Response,
+        is_streamed=True,
+        query=RESPONSE_QUERY,
+    ),
+    ("DELETE", RESPONSE): Operation(summary="Delete a response", answer=answers.DeletedResponse),
+    ("POST", f"{RESPONSE}/cancel"): Operation(summary="Cancel a background response", answer=answers.Response),
+    ("GET", f"{RESPONSE}/input_items"): Operation(
+        summary="List what a response answered", answer=answers.ItemList, query=ITEMS_QUERY
+    ),
+}
