@@ -4,13 +4,16 @@ A turn of the model is one message with what it thought, said and called; result
 turn of the user, are messages of their own. Turns of one role that follow each other are one turn.
 """
 
+import itertools
+import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from aserve.errors import ClientError
 
 ROLES = ("user", "assistant", "system")
+MAX_BLOCKS = 10_000  # in all messages, those in results of tools included; each takes microseconds of the event loop
 TURN_SEPARATOR = "\n\n"
 # What coding agents put first for the bill; it differs in each request, so that nothing after it would be found cached.
 BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
@@ -21,11 +24,24 @@ def read_conversation(
     messages: Sequence[Mapping[str, Any]], system: str | list[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
     """Return what the template takes; raise ClientError that names the message or block at fault."""
+    if _count_blocks(messages) > MAX_BLOCKS:
+        raise ClientError(f"messages has more than {MAX_BLOCKS} content blocks", param="messages")
     instructions = "" if system is None else _read_system(system)
     spoken = [{"role": "system", "content": instructions}] if instructions else []
     for index, message in enumerate(messages):
         spoken += _read_message(f"messages[{index}]", message)
     return _join_turns(spoken)
+
+
+def _count_blocks(messages: Iterable[object]) -> int:
+    """Return how many blocks there are, and how many within them."""
+    blocks = [block for message in messages for block in _list_in(message)]
+    return len(blocks) + sum(len(_list_in(block)) for block in blocks)
+
+
+def _list_in(holder: object) -> list[Any]:
+    content = holder.get("content") if isinstance(holder, Mapping) else None
+    return content if isinstance(content, list) else []
 
 
 def _read_system(system: str | list[dict[str, Any]]) -> str:
@@ -134,21 +150,23 @@ USER_BLOCKS = TEXT_BLOCKS | {"tool_result"}
 # What was redacted is encrypted for somebody else and says nothing here.
 ASSISTANT_BLOCKS = TEXT_BLOCKS | {"thinking", "redacted_thinking", "tool_use"}
 
-JOINS: Mapping[str, Callable[[Any, Any], Any]] = {
-    "content": lambda first, second: TURN_SEPARATOR.join(filter(None, (first, second))),
-    "reasoning_content": lambda first, second: first + TURN_SEPARATOR + second,
-    "tool_calls": lambda first, second: first + second,
-}
-
 
 def _join_turns(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     joined: list[dict[str, Any]] = []
-    for message in messages:
-        if not joined or message["role"] == "tool" or joined[-1]["role"] != message["role"]:
-            joined.append(message)
-            continue
-        turn = joined[-1]
-        for name, join in JOINS.items():
-            if name in message:
-                turn[name] = join(turn[name], message[name]) if name in turn else message[name]
+    for role, group in itertools.groupby(messages, operator.itemgetter("role")):
+        turns = list(group)
+        joined += turns if role == "tool" else [_joined(role, turns)]
     return joined
+
+
+def _joined(role: str, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": role, "content": TURN_SEPARATOR.join(filter(None, _all(turns, "content")))}
+    if thoughts := _all(turns, "reasoning_content"):
+        turn["reasoning_content"] = TURN_SEPARATOR.join(thoughts)
+    if calls := _all(turns, "tool_calls"):
+        turn["tool_calls"] = list(itertools.chain.from_iterable(calls))
+    return turn
+
+
+def _all(turns: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    return [turn[name] for turn in turns if name in turn]

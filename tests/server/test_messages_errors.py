@@ -38,6 +38,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     (user(), "messages[0].content"),
+    (user(*[{**RESULT, "content": [{"type": "text", "text": "a"}] * 99}] * 101), "more than 10000 content blocks"),
     (user("hi"), "messages[0].content[0]"),
     (user({"text": "hi"}), "messages[0].content[0]"),
     (user({"type": "text"}), "messages[0].content[0].text"),
