@@ -5,9 +5,19 @@ import json
 from typing import Any
 
 import pytest
+from doubles_engine import LetterTokenizer
 from doubles_responses import create, official, plain, read_sse
-from doubles_socket import MODEL, in_loop, kinds, receive_until, respond, scripted_server, send, text_of
+from doubles_socket import MODEL, check_event, in_loop, kinds, receive_until, respond, scripted_server, send, text_of
 from openai.types.responses import Response
+
+from aserve.parsing.answer_reader import AnswerReader
+from aserve.parsing.registry import AnswerFormat
+from aserve.request import FinishReason, RequestOutput
+from aserve.server.answer_events import AnswerEvents
+from aserve.server.logprobs import TokenNames
+from aserve.server.response_events import ResponseEvents, ResponseStatus
+from aserve.server.response_schema import parse_create
+from aserve.server.response_start import new_id
 
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"type": "function", "name": "get_weather", "description": "Weather.", "parameters": CITY}
@@ -294,3 +304,57 @@ async def test_what_is_wrong_is_named_on_both_transports() -> None:
             answer = await create(client, "say a", **fields)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
         assert text_of(await respond(socket, input="say fine")) == "fine"
+
+
+def grouped(spoken: str, size: int) -> list[RequestOutput]:
+    """Return ``spoken`` as outputs of ``size`` tokens, a letter each, and the end."""
+    pieces = [spoken[start : start + size] for start in range(0, len(spoken), size)]
+    outputs = [RequestOutput("r", piece, list(map(ord, piece)), 1, 1, 0) for piece in pieces]
+    outputs[-1].finish_reason = FinishReason.STOP
+    return outputs
+
+
+def test_how_tokens_are_grouped_changes_no_item() -> None:
+    spoken = ORDERS["all"][0] + call("get_weather", TRICKY) + call("apply_patch", '{"input": "} \\ud83d\\ude00"}')
+    request = parse_create({"input": "a", "tools": TOOLS}, 256)
+    answer_format = AnswerFormat("hermes", "think")
+    outputs = []
+    for size in range(1, len(spoken) + 1):
+        events = ResponseEvents(request, response_id="resp_1", new_id=new_id, model=MODEL, created_at=0)
+        parser = answer_format.parser({"get_weather": CITY, "apply_patch": {}})
+        assert parser is not None
+        names = TokenNames(LetterTokenizer(), hides_special=True)  # type: ignore[arg-type]
+        answer = AnswerEvents(events, AnswerReader(parser), names)
+        made = [event for output in grouped(spoken, size) for event in answer.read(output)]
+        stream = [check_event(json.loads(payload)) for _, payload in made + events.ending(ResponseStatus.COMPLETED)]
+        check_stream(stream)
+        shown = [(item["type"], item.get("name"), said_in(item)) for item in stream[-1]["response"]["output"]]
+        outputs.append(shown)
+    assert outputs[0] == [
+        ("reasoning", None, "Hm."),
+        ("message", None, "Both."),
+        ("custom_tool_call", "apply_patch", "ab"),
+        ("function_call", "get_weather", OSLO),
+        ("function_call", "get_weather", TRICKY),
+        ("custom_tool_call", "apply_patch", "} \U0001f600"),
+    ]
+    assert all(shown == outputs[0] for shown in outputs)
+
+
+@in_loop
+async def test_a_background_response_with_a_call_is_read_again_from_any_event() -> None:
+    spoken = ORDERS["all"][0]
+    async with scripted_server(reasoning_parser="think") as live, plain(live) as client:
+        created = (await create(client, f"say {spoken}", tools=TOOLS, background=True)).json()
+        events = read_sse((await client.get(f"/responses/{created['id']}?stream=true")).text)
+        check_stream(events)
+        later = read_sse((await client.get(f"/responses/{created['id']}?stream=true&starting_after=9")).text)
+        assert later == events[10:]
+        kept = (await client.get(f"/responses/{created['id']}")).json()
+        assert kept == events[-1]["response"]
+        calls = [item for item in kept["output"] if item["type"].endswith("_call")]
+        results = [
+            {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "say fine"} for item in calls
+        ]
+        again = (await client.post("/responses", json={"input": results, "previous_response_id": kept["id"]})).json()
+        assert again["output"][0]["content"][0]["text"] == "fine"
