@@ -166,6 +166,21 @@ def make_tokenizer_with_bos(folder: Path, template: str | None) -> Tokenizer:
     return load_gguf(write_gguf(folder / "bos.gguf", sentencepiece_metadata(pieces) | extra))
 
 
+def make_tokenizer_with_markers(folder: Path, template: str, markers: Sequence[str]) -> Tokenizer:
+    """Return a tokenizer of bytes, " t", the end token 257 and ``markers``, which are control tokens."""
+    tokens = [*byte_spelling().values(), "Ġt", "<|endoftext|>", *markers]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 257 + [3] * (len(tokens) - 257),
+        "tokenizer.ggml.merges": ["Ġ t"],
+        "tokenizer.ggml.eos_token_id": 257,
+        "tokenizer.chat_template": template,
+    }
+    return load_gguf(write_gguf(folder / "markers.gguf", metadata))
+
+
 SAMPLES = [
     "The quick brown fox jumps over the lazy dog. It's 3 o'clock; we'll see 1,234.56 things they'd NEVER'VE known!",
     "Příliš žluťoučký kůň úpěl ďábelské ódy. Größe, naïve façade, señor, smørrebrød, Ελληνικά, Русский язык.",

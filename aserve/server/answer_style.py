@@ -67,8 +67,10 @@ class AnswerStyle:
         is_open = self._is_open(answer_format, prompt_ids, continued)
         grammar = self._grammar(options if finds_calls else ToolOptions(), params.grammar, is_open)
         kept = self._tokenizer.special_ids_of(answer_format.markers)
+        if kept or grammar is not params.grammar:
+            params = replace(params, grammar=grammar, kept_special_ids=kept)
         return AnswerPlan(
-            replace(params, grammar=grammar, kept_special_ids=kept),
+            params,
             {tool.name: tool.parameters for tool in options.callable} if finds_calls else None,
             answer_format,
             is_open,
@@ -95,7 +97,7 @@ class AnswerStyle:
         if not is_held and (answer is None or not (tags or is_harmony or options.callable)):
             return answer
         functions = tuple(
-            (tool.name, dict(tool.parameters) if must_call or tool.is_strict else None) for tool in options.callable
+            (tool.name, tool.enforced_schema() if must_call or tool.is_strict else None) for tool in options.callable
         )
         rules = AnswerRules(
             syntax=self._syntax,
@@ -107,7 +109,10 @@ class AnswerStyle:
             is_harmony=is_harmony,
             token_ids=self._token_ids(),
         )
-        return rules.spec()
+        try:
+            return rules.spec()
+        except ClientError as error:
+            raise ClientError(f"the tools cannot be enforced: {error.message}", param="tools") from None
 
     def _token_ids(self) -> dict[str, int]:
         """Return those markers that are control tokens."""

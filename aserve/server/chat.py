@@ -39,6 +39,7 @@ class ChatCompletions:
         fields, options = parse_chat(body, state.engine.limits.vocab_size)
         tools = read_tool_options(fields.tools, fields.tool_choice, is_parallel=fields.parallel_tool_calls)
         model = state.check_model(options.model)
+        await prepare_grammar(state.engine, options.params, body)
         with blaming("messages"):
             prompt_ids = tuple(
                 await state.engine.encode(
@@ -49,7 +50,7 @@ class ChatCompletions:
                 )
             )
             plan = state.answer_style.plan(tools, options.params, prompt_ids, continued=_continued(fields))
-            await prepare_grammar(state.engine, plan.params, body)
+            await prepare_grammar(state.engine, plan.params, {})  # what is wrong now is wrong with the tools
             kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
             options = replace(options, params=plan.params)
             head = AnswerHead("chatcmpl", kind, model, options, UsageTally(options.n))

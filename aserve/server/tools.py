@@ -13,6 +13,7 @@ MAX_TOOLS = 512
 MAX_NAME_CHARS = 128
 NAME = re.compile(r"[\w.:/-]+", re.ASCII)
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+OPEN_FORMS = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "if")  # may name further properties
 
 ToolChoice = Literal["none", "auto", "required"]
 
@@ -25,6 +26,17 @@ class FunctionTool:
     description: str | None
     parameters: Mapping[str, Any]
     is_strict: bool
+
+    def enforced_schema(self) -> dict[str, Any]:
+        """Return the schema that a grammar holds calls to.
+
+        Arguments that it does not name are not written unless it asks for them: nobody waits for any, and a model
+        that may make them up does not stop.
+        """
+        schema = dict(self.parameters)
+        if "properties" in schema and not any(form in schema for form in OPEN_FORMS):
+            schema.setdefault("additionalProperties", False)
+        return schema
 
     def template_form(self) -> dict[str, Any]:
         """Return what chat templates know as a tool."""

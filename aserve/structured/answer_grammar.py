@@ -1,5 +1,7 @@
 """The grammar of a whole answer from its rules: reasoning first, then calls, an answer in its own form, or text."""
 
+import re
+
 from aserve.errors import ClientError
 from aserve.structured.answer_rules import AnswerRules
 from aserve.structured.call_syntax import CALL_SYNTAXES, CallSyntax
@@ -48,6 +50,15 @@ def _body(lark: LarkText, rules: AnswerRules) -> str:
 def _text_with_calls(lark: LarkText, syntax: CallSyntax, rules: AnswerRules) -> str:
     functions, trigger = dict(rules.functions), syntax.trigger
     if syntax.begins_answer:
-        return rf"{syntax.calls(lark, functions, is_single=rules.is_single)} | /([^\{trigger}](.|\n)*)?/"
+        calls = syntax.calls(lark, functions, is_single=rules.is_single)
+        return f"{calls} | {_text_not_beginning(lark, trigger, rules)}"
     calls = syntax.calls(lark, functions, is_single=rules.is_single, skip=trigger)
     return f"({lark.until(trigger)} {calls}){'?' if rules.is_single else '*'} {lark.rule(ANY_TEXT)}"
+
+
+def _text_not_beginning(lark: LarkText, trigger: str, rules: AnswerRules) -> str:
+    """Return an expression for text that nobody could take for calls, nor for reasoning with calls behind it."""
+    text = rf"/[^\{trigger};\s](.|\n)*/"
+    if rules.reasoning is not None:
+        text = f"{text} & ~/{re.escape(rules.reasoning.opening).replace('/', chr(92) + '/')}(.|\n)*/"
+    return f'({lark.terminal(text)} | "")'

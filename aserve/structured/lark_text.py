@@ -28,6 +28,11 @@ class LarkText:
         """Add a rule for ``expression`` and return its name."""
         return self._add("", expression)
 
+    def terminal(self, expression: str) -> str:
+        """Add a terminal, in which regular expressions may be combined, and return its name."""
+        self._rules.append(f"T{len(self._rules)}: {expression}")
+        return self._rules[-1].partition(":")[0]
+
     def until(self, marker: str) -> str:
         """Return an expression for any text up to the first ``marker``, and the marker."""
         key = ("until", marker)

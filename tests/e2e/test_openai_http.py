@@ -1,5 +1,6 @@
 """The official Python client against live servers: scripted for exact answers, and the demo model for real ones."""
 
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +14,7 @@ from doubles_http import MODEL, Live, demo_tokenizer, in_loop, live_server, say
 from doubles_process import ServingProcess, serving
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
+from pydantic import BaseModel
 
 from aserve.runner.scripted import RowFailure
 
@@ -108,6 +110,39 @@ async def test_leaving_a_stream_ends_its_request() -> None:
         assert live.engine.stats().num_aborts == 1
 
 
+class GetWeather(BaseModel):
+    """Tell the weather of a city."""
+
+    city: str
+    days: int
+
+
+CALLING = (
+    'I look.\n<tool_call>\n{"name": "GetWeather", "arguments": {"city": "Plzeň \\"x\\" }", "days": 3}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "GetWeather", "arguments": {"city": "Brno", "days": 1}}\n</tool_call>'
+)
+WEATHERS = [GetWeather(city='Plzeň "x" }', days=3), GetWeather(city="Brno", days=1)]
+
+
+@in_loop
+async def test_tools_made_of_models_come_back_parsed() -> None:
+    async with live_server(say(CALLING)) as live, official(live) as client:
+        tools = [openai.pydantic_function_tool(GetWeather)]
+        parsed = await client.chat.completions.parse(model=MODEL, messages=HELLO, tools=tools)
+        message = parsed.choices[0].message
+        assert [call.function.parsed_arguments for call in message.tool_calls or ()] == WEATHERS
+        assert (message.content, parsed.choices[0].finish_reason) == ("I look.", "tool_calls")
+        async with client.chat.completions.stream(model=MODEL, messages=HELLO, tools=tools) as stream:
+            seen = [event async for event in stream]
+            final = await stream.get_final_completion()
+        calls = final.choices[0].message.tool_calls or []
+        assert [call.function.parsed_arguments for call in calls] == WEATHERS
+        done = [event for event in seen if event.type == "tool_calls.function.arguments.done"]
+        assert [(event.index, event.parsed_arguments) for event in done] == list(enumerate(WEATHERS))
+        with pytest.raises(openai.LengthFinishReasonError):
+            await client.chat.completions.parse(model=MODEL, messages=HELLO, tools=tools, max_tokens=40)
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingProcess]:
     """``python -m aserve serve`` with the demo model, ready."""
@@ -146,6 +181,47 @@ def test_the_demo_model_answers_the_same_streamed_or_not(demo: ServingProcess) -
         assert scores.token_logprobs is not None
         assert all(value <= 0 for value in scores.token_logprobs[1:])
         assert len(scores.token_logprobs) == len(demo_tokenizer().encode("The capital of France is Paris."))
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_model_calls_what_it_has_to(demo: ServingProcess) -> None:
+    light = {
+        "type": "object",
+        "properties": {"room": {"enum": ["kitchen", "hall"]}, "level": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["room", "level"],
+        "additionalProperties": False,
+    }
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": "set_light", "parameters": light, "strict": True}},
+        {"type": "function", "function": {"name": "wait"}},
+    ]
+    with OpenAI(base_url=f"{demo.url}/v1", api_key="any", max_retries=0) as client:
+        ask: dict[str, Any] = {"model": client.models.list().data[0].id, "messages": HELLO, "seed": 1, "max_tokens": 60}
+        named = {"type": "function", "function": {"name": "set_light"}}
+        for choice in ("required", named):
+            answer = client.chat.completions.create(
+                **ask, tools=tools, tool_choice=choice, parallel_tool_calls=False, temperature=1.5, n=2
+            )
+            for one in answer.choices:
+                (call,) = one.message.tool_calls or ()
+                assert one.finish_reason == "tool_calls"
+                assert one.message.content is None
+                arguments = json.loads(call.function.arguments)
+                if call.function.name == "set_light":
+                    assert arguments.keys() == {"room", "level"}
+                    assert arguments["room"] in ("kitchen", "hall")
+                    assert arguments["level"] in range(10)
+                else:
+                    assert (choice, call.function.name, arguments) == ("required", "wait", {})
+        schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+        shape = {"name": "answer", "schema": {**schema, "additionalProperties": False}}
+        either = client.chat.completions.create(
+            **ask,
+            tools=tools[:1],
+            parallel_tool_calls=False,
+            response_format={"type": "json_schema", "json_schema": shape},
+        ).choices[0]
+        assert either.finish_reason == "tool_calls" or json.loads(either.message.content).keys() == {"ok"}
 
 
 @pytest.mark.timeout(300)

@@ -119,6 +119,25 @@ def test_a_required_call_is_the_whole_answer() -> None:
     assert caught.value.param == "tool_choice"
 
 
+def test_arguments_that_a_schema_does_not_name_are_written_only_where_it_asks_for_them() -> None:
+    asked = {"type": "object", "properties": {"city": {"type": "string"}}, "additionalProperties": {"type": "integer"}}
+    referring = {"type": "object", "properties": {}, "$defs": {"a": WEATHER}, "allOf": [{"$ref": "#/$defs/a"}]}
+    for schema, is_open in ((WEATHER, False), (asked, True), (referring, True), ({"type": "object"}, True)):
+        tool = check_function("tools[0]", name="get_weather", parameters=schema)
+        required = plan(options(tools=(tool,), choice="required"))
+        assert allows(required, CALL)
+        assert allows(required, CALL.replace('"Prague"', '"Prague", "x": 5')) is is_open
+        assert tool.template_form()["function"]["parameters"] == schema
+
+
+def test_what_is_too_long_to_be_enforced_is_refused_by_name() -> None:
+    tool = check_function("tools[0]", name="f", parameters={"type": "object", "description": "x" * 140_000})
+    assert plan(options(tools=(tool,))).params.grammar is None
+    with pytest.raises(ClientError, match="the tools cannot be enforced") as caught:
+        plan(options(tools=(tool,), choice="required"))
+    assert caught.value.param == "tools"
+
+
 def test_a_strict_function_is_held_to_its_schema_and_others_are_not() -> None:
     strict = plan(options(tools=(STRICT, TIME_TOOL)))
     for right in ("Hello", CALL, f"I look.\n{CALL}", CALL.replace("get_weather", "get_time")):
