@@ -19,7 +19,7 @@ CAUSAL = 1  # flashinfer's MaskMode
 NHD = 0  # flashinfer's TensorLayout
 NO_POSITION_ENCODING = 0
 
-CUDA_CORE_GROUPS = (1, 2, 3)  # heads per KV head that decode without tensor cores; that kernel knows 4 and 8 as well
+CUDA_CORE_GROUPS = (1,)  # heads per KV head that decode without tensor cores; that kernel knows up to 4 and 8 as well
 
 
 @dataclass(frozen=True, slots=True)
