@@ -6,7 +6,7 @@ to torch.
 
 from dataclasses import dataclass
 
-TOKEN_BUCKETS = (16, 32, 64, 128, 192, 256, 320)
+TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 320)
 """Numbers of tokens that are measured; each stands for all from the one before it on."""
 
 
@@ -44,21 +44,24 @@ class MediumLinearShape:
 MEASURED: dict[MediumLinearShape, MediumLinearLaunch] = {
     MediumLinearShape(4096, 1024, 16): MediumLinearLaunch(64, 16, 1, 128, 5, 4, 1, 2),
     MediumLinearShape(4096, 1024, 32): MediumLinearLaunch(64, 32, 1, 128, 6, 4, 1, 2),
-    MediumLinearShape(4096, 1024, 64): MediumLinearLaunch(64, 64, 1, 128, 6, 4, 1, 2),
+    MediumLinearShape(4096, 1024, 64): MediumLinearLaunch(64, 64, 1, 128, 6, 4, 1, 0),
+    MediumLinearShape(4096, 1024, 96): MediumLinearLaunch(64, 32, 3, 128, 5, 4, 1, 2),
     MediumLinearShape(4096, 1024, 128): MediumLinearLaunch(64, 128, 1, 128, 4, 8, 1, 4),
     MediumLinearShape(4096, 1024, 256): MediumLinearLaunch(64, 128, 1, 128, 4, 8, 1, 2),
     MediumLinearShape(1024, 2048, 16): MediumLinearLaunch(64, 16, 1, 128, 6, 4, 4, 2),
     MediumLinearShape(1024, 2048, 32): MediumLinearLaunch(64, 32, 1, 128, 6, 4, 4, 2),
     MediumLinearShape(1024, 2048, 64): MediumLinearLaunch(64, 64, 1, 128, 6, 4, 4, 2),
+    MediumLinearShape(1024, 2048, 96): MediumLinearLaunch(64, 32, 3, 64, 5, 4, 8, 4),
     MediumLinearShape(1024, 2048, 128): MediumLinearLaunch(64, 128, 1, 128, 4, 8, 4, 2),
     MediumLinearShape(1024, 2048, 256): MediumLinearLaunch(64, 128, 1, 128, 4, 8, 2, 2),
     MediumLinearShape(3072, 1024, 16, is_gated=True): MediumLinearLaunch(64, 16, 1, 128, 6, 4, 1, 0),
     MediumLinearShape(3072, 1024, 32, is_gated=True): MediumLinearLaunch(64, 32, 1, 128, 5, 4, 1, 2),
     MediumLinearShape(3072, 1024, 64, is_gated=True): MediumLinearLaunch(128, 64, 1, 128, 4, 8, 2, 2),
-    MediumLinearShape(3072, 1024, 256, is_gated=True): MediumLinearLaunch(64, 128, 1, 128, 3, 8, 1, 0),
+    MediumLinearShape(3072, 1024, 256, is_gated=True): MediumLinearLaunch(64, 128, 1, 128, 3, 8, 1, 2),
     MediumLinearShape(1024, 3072, 16): MediumLinearLaunch(64, 16, 1, 128, 5, 4, 4, 2),
     MediumLinearShape(1024, 3072, 32): MediumLinearLaunch(64, 32, 1, 128, 4, 4, 4, 2),
     MediumLinearShape(1024, 3072, 64): MediumLinearLaunch(64, 64, 1, 128, 6, 4, 4, 2),
+    MediumLinearShape(1024, 3072, 96): MediumLinearLaunch(64, 32, 3, 64, 5, 4, 8, 4),
     MediumLinearShape(1024, 3072, 128): MediumLinearLaunch(64, 128, 1, 64, 6, 8, 8, 4),
     MediumLinearShape(151936, 1024, 16): MediumLinearLaunch(64, 16, 1, 128, 5, 4, 1, 2),
     MediumLinearShape(151936, 1024, 32): MediumLinearLaunch(64, 32, 1, 128, 4, 4, 1, 2),
@@ -67,14 +70,19 @@ MEASURED: dict[MediumLinearShape, MediumLinearLaunch] = {
     MediumLinearShape(6144, 4096, 32): MediumLinearLaunch(64, 32, 1, 128, 6, 4, 1, 2),
     MediumLinearShape(6144, 4096, 64): MediumLinearLaunch(64, 64, 1, 128, 6, 4, 1, 2),
     MediumLinearShape(4096, 4096, 16): MediumLinearLaunch(64, 16, 1, 128, 6, 4, 2, 2),
-    MediumLinearShape(4096, 4096, 32): MediumLinearLaunch(64, 32, 1, 128, 6, 4, 1, 2),
+    MediumLinearShape(4096, 4096, 32): MediumLinearLaunch(64, 32, 1, 128, 6, 4, 1, 0),
     MediumLinearShape(4096, 4096, 64): MediumLinearLaunch(64, 64, 1, 128, 6, 4, 1, 2),
+    MediumLinearShape(12288, 4096, 16, is_gated=True): MediumLinearLaunch(128, 16, 1, 128, 3, 8, 1, 0),
     MediumLinearShape(12288, 4096, 32, is_gated=True): MediumLinearLaunch(128, 32, 1, 128, 3, 8, 1, 0),
+    MediumLinearShape(12288, 4096, 64, is_gated=True): MediumLinearLaunch(64, 64, 1, 64, 4, 8, 1, 4),
+    MediumLinearShape(12288, 4096, 128, is_gated=True): MediumLinearLaunch(128, 128, 1, 64, 4, 8, 1, 0),
     MediumLinearShape(4096, 12288, 16): MediumLinearLaunch(64, 16, 1, 128, 6, 4, 2, 2),
     MediumLinearShape(4096, 12288, 32): MediumLinearLaunch(128, 32, 1, 128, 5, 4, 2, 2),
     MediumLinearShape(4096, 12288, 64): MediumLinearLaunch(128, 64, 1, 128, 4, 8, 4, 2),
     MediumLinearShape(4096, 12288, 192): MediumLinearLaunch(128, 64, 3, 64, 5, 8, 4, 0),
     MediumLinearShape(151936, 4096, 16): MediumLinearLaunch(128, 16, 1, 128, 3, 4, 1, 2),
+    MediumLinearShape(151936, 4096, 32): MediumLinearLaunch(64, 32, 1, 128, 4, 4, 1, 2),
+    MediumLinearShape(151936, 4096, 64): MediumLinearLaunch(128, 64, 1, 128, 4, 8, 1, 2),
 }
 
 
