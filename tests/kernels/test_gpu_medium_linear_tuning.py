@@ -36,7 +36,7 @@ class Clock:
         return 1.0 if len(calls[0].args) == 2 else self._torch_us  # type: ignore[attr-defined]
 
 
-@pytest.fixture(params=[4.0, 2.05])
+@pytest.fixture(params=[4.0, 2.02])
 def torch_us(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     """Let torch be slow, and then not slow enough; on float16, which the interpreter can multiply."""
     monkeypatch.setitem(BUILTIN_MODELS, "Tiny", TINY)
