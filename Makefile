@@ -33,7 +33,7 @@ test-full: check
 	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m gpu -p no:cacheprovider --timeout 300 $(ARGS)
+	$(BIN)/python -m pytest -m gpu -p no:cacheprovider --timeout 300 -n 6 --dist worksteal $(ARGS)
 
 wheel: $(VENV)/.installed
 	$(PIP) wheel --no-deps -w dist .
