@@ -20,6 +20,7 @@ import orjson
 from aserve.server.output_items import Logprobs, OpenCall, OpenItem, OpenMessage, OpenReasoning, encoded
 from aserve.server.response_items import Item
 from aserve.server.response_schema import ResponseRequest
+from aserve.server.response_turns import Call
 from aserve.server.sse import escape_line_ends
 
 Event = tuple[str, bytes]  # its type, and its JSON with the type in it
@@ -107,6 +108,11 @@ class ResponseEvents:
     def is_queued(self) -> bool:
         """True until ``started``, of a background response."""
         return self._status is ResponseStatus.QUEUED
+
+    @property
+    def has_calls(self) -> bool:
+        """True once a call has begun."""
+        return isinstance(self._open, OpenCall) or any(isinstance(item, Call) for item in self.items)
 
     def opening(self) -> list[Event]:
         """Return the events that say the response was accepted."""

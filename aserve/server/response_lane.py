@@ -92,7 +92,7 @@ class Lane:
     async def _take_turn(self, create: QueuedCreate) -> None:
         """Answer one create, and what steers the answer."""
         await self._respond(create)
-        while self.steering.waiting:
+        while self.steering.waiting and not self.steering.park():
             await self._succeed(create)
         self.steering.end()
 
@@ -119,7 +119,7 @@ class Lane:
             if request.background:
                 raise unsupported("background", "background on a WebSocket")
             previous = await self._previous(request.previous_response_id)
-            await self._generate(request, previous, create)
+            await self._generate(self.steering.continuation(request), previous, create)
         except Exception as error:  # one create's failure ends neither the lane nor the socket
             self._forget(payload.get("previous_response_id"))
             self.owner.send_error(error, self.stream_id)

@@ -157,7 +157,12 @@ class ResponseRun:
             self._engine.abort(self.response_id)
 
     def steer(self) -> None:
-        """End as steered, with what has been generated so far, unless it ends otherwise before. Idempotent."""
+        """End as steered, with what has been generated so far, unless it ends otherwise before. Idempotent.
+
+        One that has begun to call tools goes on: its client acts on the calls, and what they return is wanted next.
+        """
+        if self.events.has_calls:
+            return
         self._is_steered = self._is_stopping = True  # the last frames may be made by the next line
         self._is_steered = self._engine.abort(self.response_id)
 

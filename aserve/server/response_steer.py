@@ -2,7 +2,9 @@
 
     response.steer ──> steer.accepted ──> response.incomplete (steered) ──> response.created of the successor
 
-Input that was accepted ends in that ``response.created`` or in ``response.steer.failed``, which hands it back.
+Input that was accepted ends in that ``response.created`` or in ``response.steer.failed``, which hands it back. If the
+response calls tools, it ends by itself, ``response.steer.pending`` says whose results are wanted, and the client's
+continuation with these is the successor.
 """
 
 from collections.abc import Mapping
@@ -19,6 +21,7 @@ MAX_ID_CHARS = 256
 
 ACCEPTED = "response.steer.accepted"
 FAILED = "response.steer.failed"
+PENDING = "response.steer.pending"
 
 
 class SteerError(ClientError):

@@ -139,7 +139,7 @@ class ResponsesSession:
         """True if a message of that length may wait besides those that do."""
         lanes = self._lanes.values()
         creates = sum(create.num_bytes for lane in lanes for create in lane.queue)
-        steers = sum(steer.num_bytes for lane in lanes for steer in lane.steering.waiting)
+        steers = sum(lane.steering.num_bytes for lane in lanes)
         return creates + steers + num_bytes <= MAX_QUEUED_FRAMES * self.state.config.max_frame_mib * 2**20
 
     def _lane(self, stream_id: str | None) -> Lane:
