@@ -108,7 +108,9 @@ class ServerConfig:
     stall_timeout_s: float = option(30.0, "seconds a client may leave its stream unread before it is cut off")
     drain_timeout_s: float = option(10.0, "seconds that running requests get after SIGTERM")
     max_connection_age_s: float = option(3600.0, "seconds a WebSocket may live")
-    response_store: str = option("memory", "where stored responses are kept: memory, or sqlite:///PATH")
+    response_store: str = option(
+        "memory", "where stored responses are kept: memory, sqlite:///PATH, or redis://HOST:PORT/DB"
+    )
     response_store_mib: float = option(256.0, "MiB of stored responses; the oldest are dropped")
     response_max_age_s: float = option(30 * 86400.0, "seconds that a stored response is kept")
     resume_grace_s: float = option(

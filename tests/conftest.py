@@ -2,11 +2,16 @@
 
 import os
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from aserve.model_files import ModelFiles
+
+if TYPE_CHECKING:
+    from doubles_redis import RedisServer
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; Triton reads this where they are defined
@@ -18,6 +23,23 @@ def demo_files() -> ModelFiles:
     from aserve.demo_model import find_demo_model
 
     return find_demo_model()
+
+
+@pytest.fixture(scope="session")
+def running_redis(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[RedisServer]":
+    from doubles_redis import RedisServer
+
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def redis_server(running_redis: "RedisServer") -> "RedisServer":
+    """One Redis for all tests, empty."""
+    running_redis.clear()
+    return running_redis
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

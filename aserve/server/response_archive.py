@@ -13,6 +13,8 @@ from aserve.tokenizer.spans import Span
 
 logger = logging.getLogger(__name__)
 
+MAX_ON_WAY_BYTES = 64 << 20  # to a store that is slow
+
 decode_spans = msgspec.json.Decoder(list[Span]).decode
 
 
@@ -35,13 +37,18 @@ class ResponseArchive:
         self._store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aserve-store") if store.blocks else None
         self._on_way: dict[str, StoredResponse] = {}
+        self._on_way_bytes = 0
 
     def put(self, response: StoredResponse) -> None:
         """Keep ``response``; a store that fails is reported in the log, for nobody waits."""
         if self._thread is None:
             self._store.put(response)
             return
+        if self._on_way_bytes + response.num_bytes > MAX_ON_WAY_BYTES:
+            logger.error("response %s could not be stored: too much waits for the store", response.response_id)
+            return
         self._on_way[response.response_id] = response
+        self._on_way_bytes += response.num_bytes
         writing = self._thread.submit(self._store.put, response)
         loop = asyncio.get_running_loop()
         writing.add_done_callback(lambda done: loop.call_soon_threadsafe(self._note_written, response, done))
@@ -77,6 +84,7 @@ class ResponseArchive:
         self._thread.shutdown(wait=False)
 
     def _note_written(self, response: StoredResponse, writing: "Future[None]") -> None:
+        self._on_way_bytes -= response.num_bytes
         if self._on_way.get(response.response_id) is response:
             del self._on_way[response.response_id]
         if (error := writing.exception()) is not None:
