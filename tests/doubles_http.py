@@ -56,6 +56,22 @@ def say(reply: str | Sequence[int], then: int | None = EOS) -> Script:
     return script
 
 
+def answer_by(choose: Callable[[str], str]) -> Script:
+    """Answer each prompt of the demo's template with what ``choose`` makes of its text."""
+    tokenizer = demo_tokenizer()
+
+    @functools.cache
+    def answer(prompt: tuple[int, ...]) -> list[int]:
+        return [*tokenizer.encode(choose(tokenizer.decode(prompt, skip_special_tokens=False))), EOS]
+
+    def script(tokens: Sequence[int], position: int) -> int:
+        start = next(end for end in range(position, 1, -1) if (tokens[end - 2], tokens[end - 1]) == CUE)
+        spoken = answer(tuple(tokens[:start]))
+        return spoken[min(position - start, len(spoken) - 1)]  # one more step may be on its way when the answer ends
+
+    return script
+
+
 def count_up(tokens: Sequence[int], position: int) -> int:
     """Go on for ever with tokens that depend on the whole row."""
     return 300 + (sum(tokens[:position]) * 31 + position) % 40000

@@ -1,7 +1,6 @@
 """Doubles for tests of /v1/messages: the official client, and streams checked event by event."""
 
-import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -9,10 +8,8 @@ import httpx
 import orjson
 from anthropic import AsyncAnthropic
 from anthropic.types import ErrorResponse, RawMessageStreamEvent
-from doubles_http import CUE, EOS, MODEL, Live, demo_tokenizer
+from doubles_http import MODEL, Live
 from pydantic import BaseModel, TypeAdapter
-
-from aserve.runner.scripted import Script
 
 STREAM_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 HI = [{"role": "user", "content": "hi"}]
@@ -71,19 +68,3 @@ def read_event(block: str) -> dict[str, Any]:
     elif event["type"] != "error":
         known(STREAM_EVENT.validate_python(event, strict=True))
     return event
-
-
-def answer_by(choose: Callable[[str], str]) -> Script:
-    """Answer each prompt of the demo's template with what ``choose`` makes of its text."""
-    tokenizer = demo_tokenizer()
-
-    @functools.cache
-    def answer(prompt: tuple[int, ...]) -> list[int]:
-        return [*tokenizer.encode(choose(tokenizer.decode(prompt))), EOS]
-
-    def script(tokens: Sequence[int], position: int) -> int:
-        start = next(end for end in range(position, 1, -1) if (tokens[end - 2], tokens[end - 1]) == CUE)
-        spoken = answer(tuple(tokens[:start]))
-        return spoken[min(position - start, len(spoken) - 1)]  # one more step may be on its way when the answer ends
-
-    return script

@@ -9,8 +9,8 @@ import anthropic
 import pytest
 from anthropic import Anthropic
 from anthropic.types import MessageParam, ToolParam, ToolResultBlockParam
-from doubles_http import MODEL, demo_tokenizer, in_loop, live_server, say
-from doubles_messages import answer_by, known, official
+from doubles_http import MODEL, answer_by, demo_tokenizer, in_loop, live_server, say
+from doubles_messages import known, official
 
 from aserve.runner.scripted import RowFailure
 
