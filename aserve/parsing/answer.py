@@ -30,7 +30,9 @@ class AnswerParser:
 
     def push(self, text: str) -> list[ParsedDelta]:
         """Take the next piece."""
-        return self._limited(self._read([TextDelta(text)] if self._reasoning is None else self._reasoning.push(text)))
+        if self._reasoning is not None:
+            return self._limited(self._read(self._reasoning.push(text)))
+        return self._limited([TextDelta(text)] if self._tools is None else self._tools.push(text))
 
     def flush(self) -> list[ParsedDelta]:
         """Return what was held back."""
@@ -42,7 +44,7 @@ class AnswerParser:
             return deltas
         found: list[ParsedDelta] = []
         for delta in deltas:
-            if isinstance(delta, TextDelta):
+            if type(delta) is TextDelta:
                 found += self._tools.push(delta.text)
             else:
                 found.append(delta)

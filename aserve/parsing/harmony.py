@@ -8,10 +8,11 @@ import re
 
 from aserve.parsing.call_reader import CallSequence
 from aserve.parsing.deltas import ParsedDelta, ReasoningDelta, TextDelta
-from aserve.parsing.markers import count_held, find_first
+from aserve.parsing.markers import MarkerSet
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDINGS = ("<|end|>", "<|call|>", "<|return|>", START)
+END_OF_MESSAGE = MarkerSet(ENDINGS)
 MARKERS = (*ENDINGS, CHANNEL, MESSAGE, CONSTRAIN)
 FUNCTIONS = "functions."
 MAX_HEADER_CHARS = 512
@@ -84,15 +85,10 @@ class HarmonyParser:
             self._kind = ReasoningDelta
 
     def _read_message(self, deltas: list[ParsedDelta]) -> bool:
-        found = find_first(self._buffer, ENDINGS)
-        if found is None:
-            num_certain = len(self._buffer) - count_held(self._buffer, ENDINGS)
-            self._pass(self._buffer[:num_certain], deltas)
-            self._buffer = self._buffer[num_certain:]
+        text, marker, self._buffer = END_OF_MESSAGE.cut(self._buffer)
+        self._pass(text, deltas)
+        if not marker:
             return False
-        place, marker = found
-        self._pass(self._buffer[:place], deltas)
-        self._buffer = self._buffer[place + len(marker) :]
         self._end_message(deltas)
         return True
 

@@ -1,5 +1,6 @@
 """Markers in text that arrives in pieces: where one is, and what has to wait because it may become one."""
 
+import re
 from collections.abc import Sequence
 
 from aserve.parsing.deltas import ParsedDelta, TextDelta
@@ -7,23 +8,32 @@ from aserve.parsing.deltas import ParsedDelta, TextDelta
 SPACES = " \t\r\n"
 
 
-def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Return place and spelling of the first of ``markers`` in ``text``; of two at one place the longer."""
-    found = [(place, -len(marker), marker) for marker in markers if (place := text.find(marker)) >= 0]
-    if not found:
-        return None
-    place, _, marker = min(found)
-    return place, marker
+class MarkerSet:
+    """Markers of one kind, made ready to be looked for in every piece of every answer."""
 
+    def __init__(self, markers: Sequence[str]) -> None:
+        self._markers = sorted(markers, key=len, reverse=True)  # of two at one place the longer is found
+        self._pattern = re.compile("|".join(map(re.escape, self._markers)))
+        self._begins = re.compile(f"[{''.join(re.escape(marker[0]) for marker in self._markers)}]")
 
-def count_held(text: str, markers: Sequence[str]) -> int:
-    """Return the length of the longest end of ``text`` that is the beginning of a marker, but not a whole one."""
-    longest = min(len(text), max(map(len, markers), default=1) - 1)
-    for length in range(longest, 0, -1):
-        end = text[-length:]
-        if any(marker.startswith(end) and marker != end for marker in markers):
-            return length
-    return 0
+    def may_begin_in(self, text: str) -> bool:
+        """Whether there is a marker in ``text``, or something that may become one."""
+        return self._begins.search(text) is not None
+
+    def cut(self, text: str) -> tuple[str, str, str]:
+        """Return what stands before the first marker, the marker, and what follows it.
+
+        If there is none, return what is certainly not part of one, nothing, and the end that may become one.
+        """
+        if not self.may_begin_in(text):  # nearly every piece
+            return text, "", ""
+        if found := self._pattern.search(text):
+            return text[: found.start()], found[0], text[found.end() :]
+        for begin in self._begins.finditer(text, max(0, len(text) - len(self._markers[0]) + 1)):
+            end = text[begin.start() :]
+            if any(marker.startswith(end) for marker in self._markers):
+                return text[: begin.start()], "", end
+        return text, "", ""
 
 
 def skip_tail(text: str, tail: list[str]) -> tuple[str, bool]:

@@ -1,7 +1,7 @@
 """Reasoning between two markers at the beginning of an answer, as in ``<think>...</think>``."""
 
 from aserve.parsing.deltas import ParsedDelta, ReasoningDelta, TextDelta
-from aserve.parsing.markers import SPACES, TextGate, count_held, find_first
+from aserve.parsing.markers import SPACES, MarkerSet, TextGate
 
 
 class TaggedReasoning:
@@ -12,7 +12,7 @@ class TaggedReasoning:
 
     def __init__(self, opening: str, closing: str, *, is_open: bool) -> None:
         self._opening = opening
-        self._closing = closing
+        self._closing = MarkerSet((closing,))
         self._buffer = ""
         self._is_undecided = not is_open
         self._is_reasoning = is_open
@@ -61,13 +61,9 @@ class TaggedReasoning:
 
     def _read_reasoning(self) -> list[ParsedDelta]:
         self._strip_behind_marker()
-        found = find_first(self._buffer, (self._closing,))
-        if found is None:
-            num_certain = len(self._buffer) - count_held(self._buffer, (self._closing,))
-            shown, self._buffer = self._buffer[:num_certain], self._buffer[num_certain:]
+        shown, marker, self._buffer = self._closing.cut(self._buffer)
+        if not marker:
             return _as_reasoning(self._gate.push(shown))
-        place, marker = found
-        shown, self._buffer = self._buffer[:place], self._buffer[place + len(marker) :]
         self._is_reasoning = False
         self._is_behind_marker = True
         deltas = _as_reasoning(self._gate.push(shown))

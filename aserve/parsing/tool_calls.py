@@ -6,7 +6,7 @@ from typing import Any
 
 from aserve.parsing.call_reader import CallReader, CallSequence, ReaderState, call_id
 from aserve.parsing.deltas import ParsedDelta
-from aserve.parsing.markers import SPACES, TextGate, count_held, find_first
+from aserve.parsing.markers import SPACES, MarkerSet, TextGate
 
 Tools = Mapping[str, Any]
 """The functions that may be called: name -> JSON schema of the arguments."""
@@ -38,16 +38,19 @@ class ToolCallParser:
         self._format = call_format
         self._tools = tools
         self._calls = CallSequence(call_format.make_id)
-        self._markers = (*call_format.markers, *call_format.noise)
+        self._markers = MarkerSet((*call_format.markers, *call_format.noise))
         self._gate = TextGate(call_format.separators)
         self._buffer = ""
         self._reader: CallReader | None = None
         self._marker = ""  # that ``_reader`` was begun by
         self._is_bare_possible = bool(call_format.bare)
         self._is_behind_calls = False  # nothing but separators since the last call
+        self._is_within_text = False  # and only a marker can change that
 
     def push(self, text: str) -> list[ParsedDelta]:
         """Take the next piece."""
+        if self._is_within_text and not self._buffer and not self._markers.may_begin_in(text):
+            return self._gate.push(text)  # nearly every piece
         self._buffer += text
         deltas: list[ParsedDelta] = []
         while self._buffer and self._advance(deltas):
@@ -85,17 +88,13 @@ class ToolCallParser:
         return True
 
     def _read_marked(self, deltas: list[ParsedDelta]) -> bool:
-        found = find_first(self._buffer, self._markers)
-        if found is None:
-            num_certain = len(self._buffer) - count_held(self._buffer, self._markers)
-            self._show(self._buffer[:num_certain], deltas)
-            self._buffer = self._buffer[num_certain:]
+        text, marker, self._buffer = self._markers.cut(self._buffer)
+        self._show(text, deltas)
+        if not marker:
             return False
-        place, marker = found
-        self._show(self._buffer[:place], deltas)
-        self._buffer = self._buffer[place + len(marker) :]
         if marker in self._format.markers:
             self._reader, self._marker = self._format.make_reader(self._calls, self._tools), marker
+            self._is_within_text = False
         return True
 
     def _take(self, reader: CallReader, found: list[ParsedDelta], deltas: list[ParsedDelta]) -> None:
@@ -116,4 +115,5 @@ class ToolCallParser:
         if text.strip(self._format.separators):
             self._is_bare_possible = False
             self._is_behind_calls = False
+            self._is_within_text = True
         deltas += self._gate.push(text)

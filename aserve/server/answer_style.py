@@ -1,5 +1,6 @@
 """How the served model writes calls and reasoning, and what that makes of one request: its grammar and its reader."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 from aserve.config import ServerConfig
 from aserve.errors import ClientError
 from aserve.parsing.answer_reader import AnswerReader
-from aserve.parsing.registry import HARMONY, AnswerFormat, choose_format
+from aserve.parsing.registry import HARMONY, NONE, AnswerFormat, choose_format
 from aserve.request import GrammarSpec, SamplingParams
 from aserve.server.tools import ToolOptions
 from aserve.structured.answer_rules import AnswerRules, ReasoningMarkers
 from aserve.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 PROMPT_END_TOKENS = 16  # in which a template's opening of the reasoning is looked for
 SYNTAX_SIGNS = {  # parser -> what a template says where calls are written in another way than the usual
@@ -48,6 +51,13 @@ class AnswerStyle:
         sign, variant = SYNTAX_SIGNS.get(self._syntax, ("", ""))
         if sign and sign in template:
             self._syntax = variant
+        logger.info(
+            "tool calls are read as %s (tool_call_parser is %s), reasoning as %s (reasoning_parser is %s)",
+            self._syntax or NONE,
+            config.tool_call_parser,
+            self._format.reasoning or NONE,
+            config.reasoning_parser,
+        )
 
     def plan(
         self, options: ToolOptions, params: SamplingParams, prompt_ids: Sequence[int], *, continued: str | None = None

@@ -31,16 +31,34 @@ class ChatFrames:
         self._start = head.chunk_start() + b'{"index":%d,"delta":' % choice
         self._content_start = self._start + b'{"content":'
         self._has_constant_end = not head.options.continuous_usage and head.options.params.logprobs is None
-        self._is_plain = self._has_constant_end and reader is None
-        self._content_end = b'},"logprobs":null,"finish_reason":null}' + head.chunk_end()
+        self._end = b',"logprobs":null,"finish_reason":null}' + head.chunk_end()
+        self._content_end = b"}" + self._end
 
     def frames(self, output: RequestOutput) -> Sequence[bytes]:
         """Return one frame, with several chunks at the beginning and the end, or none."""
-        reason = output.finish_reason
-        if self._is_plain and self._is_started and reason is None:  # nearly every token
-            text = output.text
+        if self._has_constant_end and self._is_started and output.finish_reason is None:
+            if self._reader is not None:
+                deltas = self._deltas(self._reader, output)
+                return (b"".join([self._start + delta + self._end for delta in deltas]),) if deltas else ()
+            text = output.text  # nearly every token
             return (self._content_start + encode_text(text) + self._content_end,) if text else ()
-        deltas = self._deltas(output)
+        return self._rare_frames(output)
+
+    def failure_frames(self, error: AserveError) -> Sequence[bytes]:
+        """Return an error event."""
+        return (event(report_error(error).body()),)
+
+    def _deltas(self, reader: AnswerReader, output: RequestOutput) -> list[bytes]:
+        return [rendered for delta in reader.read(output) if (rendered := render_delta(delta))]
+
+    def _rare_frames(self, output: RequestOutput) -> Sequence[bytes]:
+        """Return the frames of the first output, of the last, and of those with more than text."""
+        reader, reason = self._reader, output.finish_reason
+        if reader is not None:
+            deltas = self._deltas(reader, output)
+            self._head.tally.note_reasoning(self._choice, reader.num_reasoning_tokens)
+        else:
+            deltas = [b'{"content":%b}' % encode_text(output.text)] if output.text or output.logprobs else []
         self._head.tally.note(self._choice, output)
         frame = b"" if self._is_started else self._chunk(ROLE)
         self._is_started = True
@@ -51,20 +69,8 @@ class ChatFrames:
             logprobs, self._held_logprobs = self._held_logprobs, []
             frame += self._chunk(delta, logprobs)
         if reason is not None:
-            frame += self._chunk(NO_DELTA, finish_reason=finish_reason_of(reason, self._reader))
+            frame += self._chunk(NO_DELTA, finish_reason=finish_reason_of(reason, reader))
         return (frame,) if frame else ()
-
-    def failure_frames(self, error: AserveError) -> Sequence[bytes]:
-        """Return an error event."""
-        return (event(report_error(error).body()),)
-
-    def _deltas(self, output: RequestOutput) -> list[bytes]:
-        reader = self._reader
-        if reader is None:
-            return [b'{"content":%b}' % encode_text(output.text)] if output.text or output.logprobs else []
-        deltas = [rendered for delta in reader.read(output) if (rendered := render_delta(delta))]
-        self._head.tally.note_reasoning(self._choice, reader.num_reasoning_tokens)
-        return deltas
 
     def _chunk(self, delta: bytes, logprobs: Sequence[TokenLogprobs] = (), finish_reason: str | None = None) -> bytes:
         scores = encode_json(chat_logprobs(logprobs, self._names)) if logprobs else b"null"
