@@ -138,7 +138,7 @@ class ResponseEvents:
         if not isinstance(message, OpenMessage):
             message = OpenMessage(self._new_id("msg"), self._next_index(events))
             self._begin(message, events)
-        events.append(self._delta_event(message, text, b',"logprobs":' + message.add(text, logprobs)))
+        events.append(self._delta_event(message, text, b',"logprobs":', message.add(text, logprobs)))
         return events
 
     def reasoning(self, text: str) -> list[Event]:
@@ -215,11 +215,11 @@ class ResponseEvents:
         events.append(self._event("response.output_item.added", output_index=len(self._output), item=announced))
         events += [self._event(name, **fields) for name, fields in item.opening()]
 
-    def _delta_event(self, item: OpenItem, text: str, further: bytes = b"") -> Event:
+    def _delta_event(self, item: OpenItem, text: str, *further: bytes) -> Event:
         number = self._sequence_number
         self._sequence_number = number + 1
-        tail = b'%b,"sequence_number":%d}' % (further, number)
-        return item.delta_type, b"".join((self._delta_start, orjson.dumps(text), tail))
+        tail = b',"sequence_number":%d}' % number
+        return item.delta_type, b"".join((self._delta_start, orjson.dumps(text), *further, tail))
 
     def _close_open(self, events: list[Event], status: str) -> None:
         item, self._open = self._open, None

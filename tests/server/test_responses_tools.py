@@ -358,3 +358,55 @@ async def test_a_background_response_with_a_call_is_read_again_from_any_event() 
         ]
         again = (await client.post("/responses", json={"input": results, "previous_response_id": kept["id"]})).json()
         assert again["output"][0]["content"][0]["text"] == "fine"
+
+
+@in_loop
+async def test_what_codex_sends_is_answered() -> None:
+    spoken = "<think>Hm.</think>" + call("shell_command", '{"command": "ls"}')
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "instructions": "You are a coding agent.",
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": f"say {spoken}"}]},
+        ],
+        "tools": [
+            {"type": "function", "name": "shell_command", "description": "Run it.", "strict": False,
+             "parameters": {"type": "object", "properties": {"command": {"type": "string"}}}},
+            PATCH,
+            {"type": "namespace", "name": "mcp__docs__", "description": "Docs.", "tools": [WEATHER]},
+            {"type": "web_search", "external_web_access": True},
+            {"type": "image_generation", "output_format": "png"},
+            {"type": "local_shell"},
+            {"type": "tool_search", "execution": "client", "description": "Find tools.", "parameters": {}},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "0199",
+        "text": {"verbosity": "low"},
+        "client_metadata": {"x-codex-installation-id": "1"},
+        "service_tier": None,
+    }  # fmt: skip
+    async with scripted_server(reasoning_parser="think") as live, live.connect() as socket, plain(live) as client:
+        over_http = read_sse((await client.post("/responses", json=body)).text)
+        over_socket = await respond(socket, **body, generate=True, previous_response_id=None)
+        for events in (over_http, over_socket):
+            check_stream(events)
+            done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+            assert [item["type"] for item in done] == ["reasoning", "function_call"]
+            assert (done[1]["name"], done[1]["arguments"]) == ("shell_command", '{"command": "ls"}')
+            assert events[-1]["type"] == "response.completed"
+            assert [tool["type"] for tool in events[-1]["response"]["tools"]] == ["function", "custom", "namespace"]
+        thought, called = done
+        turn = [
+            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": thought["encrypted_content"]},
+            {key: called[key] for key in ("type", "name", "arguments", "call_id")},
+            {"type": "function_call_output", "call_id": called["call_id"], "output": "say done"},
+        ]
+        continued = {**body, "input": turn[2:], "previous_response_id": over_socket[-1]["response"]["id"]}
+        assert text_of(await respond(socket, **continued)) == "done"
+        assert text_of(await respond(socket, **{**body, "input": body["input"] + turn})) == "done"
