@@ -104,6 +104,9 @@ class ServerConfig:
     )
     max_body_mib: float = option(16.0, "MiB of one request body")
     max_frame_mib: float = option(16.0, "MiB of one WebSocket message")
+    ws_deflate: bool = option(
+        False, "compress WebSocket messages where clients offer it; costs memory a connection and time a token"
+    )
     keep_alive_s: float = option(15.0, "seconds of silence after which a stream gets a keep-alive comment; 0: never")
     stall_timeout_s: float = option(30.0, "seconds a client may leave its stream unread before it is cut off")
     drain_timeout_s: float = option(10.0, "seconds that running requests get after SIGTERM")

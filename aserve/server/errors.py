@@ -78,6 +78,11 @@ class ErrorReport:
         """Return the JSON form."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
+    def event_error(self) -> dict[str, Any]:
+        """Return the ``error`` of a WebSocket's error event, which has the response headers in it."""
+        headers = {name.decode(): value.decode() for name, value in self.headers()}
+        return {**self.body()["error"], **({"headers": headers} if headers else {})}
+
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the response headers that belong to it."""
         named = ((b"retry-after", self.retry_after_s), (b"allow", self.allowed_methods))

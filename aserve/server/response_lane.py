@@ -7,15 +7,15 @@ steered is followed by its successor before the next create has its turn.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from aserve.errors import NotFoundError
+from aserve.errors import ClientError, NotFoundError
 from aserve.server.lane_steering import LaneSteering
 from aserve.server.live_responses import LiveResponse
 from aserve.server.response_archive import KeptResponse
 from aserve.server.response_events import ResponseStatus, payload_of
-from aserve.server.response_input import unsupported
+from aserve.server.response_input import read_input, unsupported
 from aserve.server.response_run import ResponseRun, socket_frames
 from aserve.server.response_schema import ResponseRequest, parse_create, read_resume
 from aserve.server.response_start import new_id, new_live, new_run, previous_not_found
@@ -25,7 +25,7 @@ from aserve.server.stream_sink import Outlet
 
 @dataclass(slots=True)
 class QueuedCreate:
-    """A create or resume that waits for its turn; it is checked when that comes, so that errors keep the order."""
+    """A message that waits for its turn; it is checked when that comes, so that errors keep the order."""
 
     payload: Mapping[str, Any]
     num_bytes: int
@@ -64,6 +64,7 @@ class Lane:
     current: QueuedCreate | None = None  # whose turn it is
     running: ResponseRun | None = None
     is_busy: bool = False
+    settings: ResponseRequest | None = None  # how the latest was asked for, without its items
     steering: LaneSteering = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +116,10 @@ class Lane:
             if payload["type"] == "response.resume":
                 await self._resume(payload)
                 return
-            request = parse_create(payload, self.owner.state.engine.limits.vocab_size)
+            if payload["type"] == "response.append":
+                request = self._appended(payload)
+            else:
+                request = parse_create(payload, self.owner.state.engine.limits.vocab_size)
             if request.background:
                 raise unsupported("background", "background on a WebSocket")
             previous = await self._previous(request.previous_response_id)
@@ -180,6 +184,16 @@ class Lane:
             self._forget(run.request.previous_response_id)
         else:
             self.latest = run.kept()
+            self.settings = replace(run.request, items=[])
+
+    def _appended(self, payload: Mapping[str, Any]) -> ResponseRequest:
+        """Return the request that goes on from the latest response with the same settings and new input."""
+        if self.latest is None or self.settings is None:
+            raise previous_not_found()
+        items = read_input(payload.get("input"))
+        if not items:
+            raise ClientError("input is required", param="input", code="missing_required_parameter")
+        return replace(self.settings, items=items, previous_response_id=self.latest.response_id)
 
     async def _previous(self, previous_id: str | None) -> KeptResponse | None:
         """Return what is continued, None for a new conversation."""

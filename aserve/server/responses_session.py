@@ -24,6 +24,7 @@ MAX_NAMED_LANES = 32
 MAX_IN_FLIGHT = 16
 MAX_QUEUED = 64
 MAX_QUEUED_FRAMES = 2  # bytes that wait, in frames of the largest size
+QUEUED_KINDS = ("response.create", "response.append", "response.resume")  # answered in the order of their lane
 STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 
 GOING_AWAY = 1001  # clients that may reconnect do so on these
@@ -109,11 +110,11 @@ class ResponsesSession:
     def send_error(self, error: Exception, stream_id: str | None) -> None:
         """Send an error event."""
         report = report_error(error)
-        self.outlet.write(error_event(report.status, report.body()["error"], stream_id))
+        self.outlet.write(error_event(report.status, report.event_error(), stream_id))
 
     def _dispatch(self, message: Mapping[str, Any], stream_id: str | None, num_bytes: int) -> None:
         kind = message.get("type")
-        if kind in ("response.create", "response.resume"):
+        if kind in QUEUED_KINDS:
             self._queue(message, stream_id, num_bytes)
         elif kind == "response.cancel":
             self._cancel(message.get("response_id"), stream_id)

@@ -202,7 +202,7 @@ def _uvicorn_config(config: Config, app: object) -> uvicorn.Config:
         http=HttpProtocol,
         ws=WebSocketProtocol,
         ws_max_size=int(config.server.max_frame_mib * 2**20),
-        ws_per_message_deflate=False,  # costs 47 KiB a connection and time for every token
+        ws_per_message_deflate=config.server.ws_deflate,
         interface="asgi3",
         lifespan="off",
         log_config=None,

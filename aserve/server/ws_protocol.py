@@ -53,15 +53,19 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._has_ended = False
         self.is_closed = True
         self.is_writable = False
+        self._deflates = False
         self._late_pongs = b""
         self._abort_timer: asyncio.TimerHandle | None = None
 
     def write_frame(self, payload: bytes) -> None:
         """Send ``payload`` (UTF-8) as one text frame; dropped once the connection is closed."""
-        if not self.is_closed:
+        if not self.is_closed and not self._deflates:
             size = len(payload)
             header = MEDIUM_HEADER(FINAL_TEXT, 126, size) if 125 < size < 65536 else text_frame_header(size)
             self.transport.write(header + payload)
+        elif not self.is_closed:
+            self.conn.send_text(payload)
+            self.transport.write(b"".join(self.conn.data_to_send()))
 
     def on_writable(self, callback: Callable[[], None] | None) -> None:
         """Call ``callback`` each time the peer has caught up; replaces the previous one."""
@@ -100,6 +104,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def start_keepalive(self) -> None:
         """Open for frames: called when the handshake is complete."""
         super().start_keepalive()
+        self._deflates = bool(self.conn.extensions)  # there is no other that is offered
         self.is_closed = self._has_ended
         self.is_writable = not self._has_ended
 
