@@ -18,7 +18,7 @@ from aserve.server.errors import blaming
 from aserve.server.generation import collect, send_json, stream
 from aserve.server.json_body import read_json
 from aserve.server.logprobs import TokenNames, chat_logprobs
-from aserve.server.reasoning import reasoning_variables
+from aserve.server.reasoning import read_effort
 from aserve.server.schema import ChatBody, parse_chat
 from aserve.server.state import ServerState
 from aserve.server.structured_request import prepare_grammar
@@ -78,7 +78,7 @@ class ChatCompletions:
 
 def _template_kwargs(fields: ChatBody) -> dict[str, Any]:
     """Return the template's variables; those that the client sets itself win."""
-    return {**reasoning_variables(fields.reasoning_effort, "reasoning_effort"), **fields.chat_template_kwargs}
+    return {**read_effort(fields.reasoning_effort, fields.reasoning), **fields.chat_template_kwargs}
 
 
 def _continued(fields: ChatBody) -> str | None:

@@ -114,6 +114,7 @@ class ChatBody(CommonBody, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
+    reasoning: dict[str, Any] = msgspec.field(default_factory=dict)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -1,13 +1,18 @@
 """Tools and reasoning in /v1/chat/completions: shapes, streams that add up, and ends that hide nothing."""
 
 import asyncio
+import dataclasses
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles_http import MODEL, demo_tokenizer, events, in_loop, live_server, raw_post, say
+from doubles_http import LIMITS, MODEL, demo_tokenizer, events, in_loop, live_server, raw_post, say
 from doubles_parsing import TOOLS, cuts
+from doubles_tokenizer import make_tokenizer_with_markers
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -17,8 +22,9 @@ from aserve.parsing.registry import AnswerFormat
 from aserve.request import FinishReason, RequestOutput
 from aserve.server.answer_head import AnswerHead
 from aserve.server.chat_frames import ChatFrames
+from aserve.server.chat_tools import read_tool_options
 from aserve.server.logprobs import TokenNames
-from aserve.server.reasoning import reasoning_variables
+from aserve.server.reasoning import read_effort, reasoning_variables
 from aserve.server.schema import parse_chat
 from aserve.server.usage import UsageTally
 
@@ -269,6 +275,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"parallel_tool_calls": "x"}, "parallel_tool_calls"),
     ({"reasoning_effort": "enormous"}, "reasoning_effort"),
     ({"reasoning_effort": 5}, "reasoning_effort"),
+    ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
+    ({"reasoning": {"enabled": "yes"}}, "reasoning.enabled"),
+    ({"reasoning": "high"}, "reasoning"),
 ]
 
 
@@ -280,6 +289,35 @@ async def test_what_is_wrong_with_tools_is_told_before_the_200() -> None:
             assert answer.status_code == 400, fields
             assert answer.json()["error"]["param"] == param
         assert live.engine.metrics.num_steps == 0
+        await live.check_alive()
+
+
+@in_loop
+async def test_any_parameters_leave_the_server_alive() -> None:
+    loop: dict[str, Any] = {"$ref": "#"}
+    bomb = {"type": "object", "properties": {"a": {"enum": [f"value {n}" for n in range(400)]}}}
+    deep: Any = {}
+    for _ in range(200):
+        deep = {"properties": {"a": deep}}
+    wrong = [
+        True,
+        [],
+        "",
+        {"type": "frob"},
+        loop,
+        {"enum": []},
+        {"type": "string", "pattern": "["},
+        bomb,
+        deep,
+        {"a": 1},
+    ]
+    async with live_server(say("Hello")) as live:
+        for parameters in [*wrong, None]:
+            tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+            for choice in ("auto", "required"):
+                answer = await live.chat(tools=tools, tool_choice=choice)
+                assert answer.status_code in (200, 400)
+                assert answer.status_code == 200 or answer.json()["error"]["param"].startswith("tools"), answer.text
         await live.check_alive()
 
 
@@ -315,3 +353,46 @@ def test_effort_becomes_the_variables_that_templates_know() -> None:
     assert reasoning_variables("none", "x")["enable_thinking"] is False
     with pytest.raises(ClientError, match="x must be one of none, minimal"):
         reasoning_variables("some", "x")
+    for reasoning, effort in (({"effort": "high"}, "high"), ({"enabled": False, "effort": "low"}, "none")):
+        assert read_effort(None, reasoning) == reasoning_variables(effort, "x")
+    assert read_effort("low", {"effort": "high"}) == reasoning_variables("low", "x")
+    assert read_effort(None, {"enabled": True}) == {}
+
+
+@in_loop
+async def test_effort_reaches_the_template(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}/{{ reasoning_effort }}/{{ enable_thinking }}"
+    tokenizer = make_tokenizer_with_markers(tmp_path, template, [])
+    limits = dataclasses.replace(LIMITS, vocab_size=tokenizer.vocab_size)
+    async with live_server(lambda tokens, position: 257, limits=limits, tokenizer=tokenizer) as live:
+
+        async def prompt(**fields: Any) -> int:
+            return int((await live.chat(**fields)).json()["usage"]["prompt_tokens"])
+
+        assert await prompt() == len("hi//")
+        assert await prompt(reasoning_effort="high") == len("hi/high/True")
+        assert await prompt(reasoning={"effort": "none"}) == len("hi/none/False")
+        kwargs = {"enable_thinking": "no"}
+        assert await prompt(reasoning_effort="high", chat_template_kwargs=kwargs) == len("hi/high/no")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["function", "auto", "required", "f", "a b", "none"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "function", "name", "parameters", "mode", "tools"]), inner, max_size=4
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.lists(JSON, max_size=3), JSON)
+def test_any_tools_are_taken_or_refused_by_name(tools: Any, tool_choice: Any) -> None:
+    param = "tools"
+    try:
+        read_tool_options(tools, tool_choice, is_parallel=True)
+    except ClientError as error:
+        param = error.param or ""
+    assert param.startswith(("tools", "tool_choice"))
