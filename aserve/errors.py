@@ -6,6 +6,7 @@ The server maps them to HTTP, SSE and WebSocket in one place (``server/errors.py
       ConfigError        a setting is wrong; raised before the port is ready
         WeightsError     a checkpoint is incomplete, damaged or of another shape
       ClientError        the request is wrong (400)
+        ContextLengthError   its prompt has more tokens than the model takes
         NotFoundError    the thing it names does not exist (404)
       CapacityError      the engine cannot take the request now (429 or 503, Retry-After)
       EngineDeadError    the engine has failed or is closed (500)
@@ -37,6 +38,24 @@ class ClientError(AserveError):
         self.message = message
         self.param = param
         self.code = code
+
+
+class ContextLengthError(ClientError):
+    """The prompt has ``num_tokens`` (at least, unless ``is_exact``), and may have ``longest`` (None: not known).
+
+    ``reason`` says what sets that limit. Clients tell this error from others, and agents shorten their history, by
+    its code or by its first words, which are Anthropic's; by the reason, too, where it is OpenAI's sentence.
+    """
+
+    def __init__(
+        self, num_tokens: int, longest: int | None, *, param: str, is_exact: bool = True, reason: str | None = None
+    ) -> None:
+        count = f"{'' if is_exact else 'at least '}{num_tokens} tokens"
+        limit = "" if longest is None else f" > {longest} maximum"
+        if reason is None and longest is not None:
+            reason = f"this model's maximum context length is {longest} tokens"
+        cause = "" if reason is None else f" ({reason})"
+        super().__init__(f"prompt is too long: {count}{limit}{cause}", param=param, code="context_length_exceeded")
 
 
 class NotFoundError(ClientError):

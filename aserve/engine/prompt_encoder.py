@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from aserve.errors import CapacityError, ClientError
+from aserve.errors import CapacityError, ClientError, ContextLengthError
 from aserve.tokenizer.spans import Span
 from aserve.tokenizer.tokenizer import Tokenizer
 
@@ -107,11 +107,7 @@ class PromptEncoder:
 
     def _check(self, num_tokens: int, param: str) -> None:
         if num_tokens > self._max_tokens:
-            raise ClientError(
-                f"this model's context is {self._max_tokens} tokens, and {param} needs at least {num_tokens}",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise ContextLengthError(num_tokens, self._max_tokens, param=param, is_exact=False)
 
 
 def count_chars(messages: Sequence[Any]) -> int:

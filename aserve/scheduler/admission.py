@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from aserve.errors import ClientError
+from aserve.errors import ClientError, ContextLengthError
 from aserve.request import Request
 from aserve.scheduler.limits import Limits
 
@@ -21,13 +21,9 @@ def check_length(request: Request, limits: Limits) -> None:
     longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
     is_only_scored = request.params.max_tokens == 0
     if num_tokens + (not is_only_scored) > longest:
-        limit = "context length" if longest == limits.max_model_len else "room for keys and values"
-        cause = "it" if is_only_scored else "with one token of output it"
-        raise ClientError(
-            f"the prompt has {num_tokens} tokens; {cause} exceeds the {limit} of {longest} tokens",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        limit = "maximum context length" if longest == limits.max_model_len else "room for keys and values"
+        reason = f"this model's {limit} is {longest} tokens" + ("" if is_only_scored else ", one of them for output")
+        raise ContextLengthError(num_tokens, longest - (not is_only_scored), param="prompt", reason=reason)
 
 
 def check_tokens(prompt: Sequence[int], limits: Limits) -> None:

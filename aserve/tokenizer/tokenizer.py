@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from aserve.errors import ClientError
+from aserve.errors import ClientError, ContextLengthError
 from aserve.tokenizer.chat_template import ChatTemplate, PromptTooLongError
 from aserve.tokenizer.control_tokens import ControlToken, ControlTokens, check_text
 from aserve.tokenizer.detokenizer import Detokenizer, make_detokenizer
@@ -238,9 +238,7 @@ class _Limit:
             raise self.exceeded(num_tokens, is_exact)
 
     def exceeded(self, num_tokens: int, is_exact: bool) -> ClientError:
-        count = f"{'' if is_exact else 'at least '}{num_tokens} tokens"
-        room = "" if self.max_tokens is None else f", which is more than the {self.max_tokens} that fit"
-        return ClientError(f"the prompt has {count}{room}", param=self.param, code="context_length_exceeded")
+        return ContextLengthError(num_tokens, self.max_tokens, param=self.param, is_exact=is_exact)
 
 
 def _control_tokens(backend: tokenizers.Tokenizer) -> Iterable[ControlToken]:

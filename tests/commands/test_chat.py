@@ -90,7 +90,7 @@ def test_answers_end_by_themselves_and_the_end_of_input_ends_the_chat() -> None:
         chat.say("and")
         chat.wait_for("4444\n[4 tokens, ")
         chat.say("x" * 5000)
-        chat.wait_for("aserve: this model's context is 4096 tokens")
+        chat.wait_for("this model's maximum context length is 4096 tokens")
         chat.say("and")
         chat.wait_for("6666\n[4 tokens, ")
         chat.close_keyboard()
