@@ -150,6 +150,26 @@ async def test_a_length_is_never_hidden() -> None:
         await live.until_idle()
 
 
+@in_loop
+async def test_a_stop_string_within_a_call_makes_it_no_call_to_act_on() -> None:
+    async with live_server(say(CALLING)) as live:
+        for stop, calls, reason in (
+            ("</tool_call>", CALLS[:1], "tool_calls"),
+            ("gue", None, "stop"),
+            ("see", [], "stop"),
+        ):
+            fields = {"tools": DEMO_TOOLS, "stop": stop}
+            plain = whole((await live.chat(**fields)).json())
+            streamed = stripped(accumulated(events((await live.chat(**fields, stream=True)).text)).choices[0])
+            assert plain == streamed
+            assert plain["finish_reason"] == reason
+            if calls is None:
+                ((name, arguments),) = plain["calls"]
+                assert (name, arguments) == ("get_weather", '{"city": "Pra } ')
+            else:
+                assert parsed_calls(plain) == calls
+
+
 def frames_of(pieces: list[str], **fields: Any) -> list[dict[str, Any]]:
     """Return the chunks of an answer that arrives in ``pieces``."""
     body = {"messages": [{"role": "user", "content": "hi"}], **STREAM, **fields}
