@@ -1,6 +1,7 @@
 """A model's chat template: messages in, the prompt's text with marks out (see ``control_tokens``)."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -8,11 +9,18 @@ from jinja2 import meta
 
 from aserve.errors import ClientError
 from aserve.tokenizer.control_tokens import END_MARK, ControlTokens, unmark
-from aserve.tokenizer.messages import count_chars, join_leading_system_messages, normalize_messages
+from aserve.tokenizer.messages import (
+    count_chars,
+    join_leading_system_messages,
+    leave_out_empty_content,
+    normalize_messages,
+    write_out_arguments,
+)
 from aserve.tokenizer.template_sandbox import OutputTooLongError, TemplateSandbox
 from aserve.tokenizer.tool_prompt import spell_out_tools
 
 MAX_REASON_CHARS = 500
+TESTS_CONTENT = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)  # what null means is up to it
 
 
 class ChatTemplate:
@@ -30,6 +38,7 @@ class ChatTemplate:
         self._sources = dict(sources)
         self._compiled: dict[str, jinja2.Template] = {}
         self._knows_tools: dict[str, bool] = {}
+        self._tests_content = {name: bool(TESTS_CONTENT.search(source)) for name, source in sources.items()}
         self._refusal: str | None = None if sources else "this model has no chat template; use /v1/completions"
         try:
             self._compiled = {name: self._sandbox.compile_template(source) for name, source in sources.items()}
@@ -59,8 +68,9 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt's text, at most ``max_chars`` of it, with marks in what the request said.
 
-        ``kwargs`` are a request's own variables, such as ``enable_thinking``; they replace none of the others. Where
-        the template refuses several system messages at the beginning, they are given to it as one.
+        ``kwargs`` are a request's own variables, such as ``enable_thinking``; they replace none of the others. What
+        the template refuses is given to it in other forms: several system messages at the beginning as one, the
+        arguments of calls as text.
 
         Raises ClientError if the messages, or the template on seeing them, are at fault.
         """
@@ -72,7 +82,7 @@ class ChatTemplate:
             raise PromptTooLongError
         variables: dict[str, Any] = {
             **self._variables,
-            "messages": self._mark_messages(normalized, continue_final_message),
+            "messages": None,  # in each of their forms
             "tools": self._mark(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
@@ -80,15 +90,27 @@ class ChatTemplate:
         if taken := sorted(variables.keys() & (kwargs or {}).keys()):
             raise ClientError(f"chat_template_kwargs cannot set {taken[0]}", param="chat_template_kwargs")
         variables |= self._mark(kwargs or {})
-        try:
-            text = self._render(self._compiled[name], variables, max_chars)
-        except ClientError:
-            joined = join_leading_system_messages(normalized)
-            if len(joined) == len(normalized):
-                raise
-            variables["messages"] = self._mark_messages(joined, continue_final_message)
-            text = self._render(self._compiled[name], variables, max_chars)
+        text = self._render_some_form(name, normalized, variables, max_chars, continue_final_message)
         return _cut_at_end_mark(text) if continue_final_message else text
+
+    def _render_some_form(
+        self,
+        name: str,
+        messages: list[dict[str, Any]],
+        variables: dict[str, Any],
+        max_chars: int,
+        continue_final_message: bool,
+    ) -> str:
+        """Render the first form of ``messages`` that the template takes; raise its error about the first of all."""
+        refusal: ClientError | None = None
+        for form in _forms(leave_out_empty_content(messages) if self._tests_content[name] else messages):
+            marked = self._mark_messages(form, continue_final_message)
+            try:
+                return self._render(self._compiled[name], {**variables, "messages": marked}, max_chars)
+            except ClientError as error:
+                refusal = refusal or error
+        assert refusal is not None  # there is always a first form
+        raise refusal
 
     def _reads_tools(self, source: str) -> bool:
         return "tool_calls" in source or "tools" in meta.find_undeclared_variables(self._sandbox.parse(source))
@@ -130,8 +152,21 @@ class PromptTooLongError(Exception):
     """The text is certainly longer than was allowed."""
 
 
+def _forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield ``messages`` as they are, and then in the forms that some templates want."""
+    yield messages
+    joined = join_leading_system_messages(messages)
+    is_other = len(joined) < len(messages)
+    if is_other:
+        yield joined
+    if any("tool_calls" in message for message in messages):
+        yield write_out_arguments(messages)
+        if is_other:
+            yield write_out_arguments(joined)
+
+
 def _set_end_mark(messages: list[dict[str, Any]]) -> None:
-    messages[-1] = {**messages[-1], "content": messages[-1]["content"] + END_MARK}
+    messages[-1] = {**messages[-1], "content": (messages[-1]["content"] or "") + END_MARK}
 
 
 def _cut_at_end_mark(text: str) -> str:

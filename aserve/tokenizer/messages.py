@@ -4,6 +4,7 @@ Templates expect every message to have a string ``content`` and tool arguments t
 send null, lists of parts, and arguments as JSON text.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,24 @@ def join_leading_system_messages(messages: list[dict[str, Any]]) -> list[dict[st
     return [{**messages[0], "content": text}, *messages[num_leading:]]
 
 
+def write_out_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``messages`` with the arguments of calls as JSON text, which some templates add to other text."""
+    return [
+        {**message, "tool_calls": [_write_out(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def leave_out_empty_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``messages`` with null for the empty content of those that call, for templates that ask for it."""
+    return [
+        {**message, "content": None} if "tool_calls" in message and not message["content"] else message
+        for message in messages
+    ]
+
+
 def count_chars(messages: Sequence[Mapping[str, Any]]) -> int:
     """Return how many characters of content the normalised messages hold."""
     return sum(len(message["content"]) for message in messages)
@@ -131,6 +150,13 @@ def _normalize_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ClientError(f"{where} must have a function with a name", param=where)
     return {**call, "function": {**function, "arguments": _parse_arguments(function.get("arguments"))}}
+
+
+def _write_out(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _parse_arguments(arguments: Any) -> Any:

@@ -138,3 +138,24 @@ def test_reasoning_is_given_back_under_the_name_that_templates_know() -> None:
     source = "{% if tools %}{% endif %}{{ messages[0].thinking }}"  # gpt-oss's, which must not stand beside content
     assert render(source, asked) == "Hm."
     assert render(source, turns) == ""
+
+
+ADDING = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '>' + c['function']['arguments'] }}{% endfor %}"
+
+
+def test_arguments_are_text_for_templates_that_add_them_to_text() -> None:
+    assert render(ADDING + "{% endfor %}", TURNS) == '>{"city": "Plzeň"}' * 2
+    one_system = "{% if messages[1].role == 'system' %}{{ raise_exception('one only') }}{% endif %}"
+    assert render(one_system + ADDING + "{% endfor %}", [TURNS[0], *TURNS]) == '>{"city": "Plzeň"}' * 2
+    assert render("{{ messages[2].tool_calls[0].function.arguments.city }}", TURNS) == "Plzeň"
+    with pytest.raises(ClientError, match="not today"):
+        render("{% if tools %}{% endif %}{{ raise_exception('not today') }}", [TURNS[0], *TURNS])
+
+
+@pytest.mark.parametrize("test", ["m.content is not none", "m['content'] is not none", "not m.content is none"])
+def test_a_turn_that_only_calls_has_no_content_for_templates_that_ask(test: str) -> None:
+    source = f"{{% for m in messages %}}{{% if {test} %}}[{{{{ m.content }}}}]{{% endif %}}{{% endfor %}}"
+    calls = "{% for m in messages if m.tool_calls %}{% endfor %}"
+    expected, _ = render_jinja_template([TURNS], chat_template=source + calls)
+    assert render(source + calls, TURNS) == expected[0] == "[Be brief.][Weather?][sunny][rainy]"
+    assert render("{{ messages[2].content + '.' }}" + calls, TURNS) == "."
