@@ -15,7 +15,7 @@ RUN pip install --no-cache-dir --no-deps -c /tmp/constraints.txt --index-url "${
 
 COPY pyproject.toml README.md LICENSE ./
 COPY aserve ./aserve
-RUN pip install --no-cache-dir -c /tmp/constraints.txt . && rm -rf build
+RUN pip install --no-cache-dir -c /tmp/constraints.txt '.[redis]' && rm -rf build
 
 RUN useradd --create-home --uid 1000 aserve
 USER aserve

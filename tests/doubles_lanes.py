@@ -14,6 +14,8 @@ MAX_IN_FLIGHT = 16
 MAX_ASKED = 60  # a connection lets 64 wait
 ENDLESS = "count"  # what the device obeys until it is stopped
 STEER_CODES = {"response_not_active", "response_already_completed", "response_not_found", "too_many_pending_steers"}
+TOOLS = [{"type": "function", "name": "f"}]
+CALL_START, CALL_END = '<tool_call>{"name": "f", "arguments": ', "}</tool_call>"
 
 
 @dataclass
@@ -36,6 +38,16 @@ class Answer:
     is_cancelled: bool = False
     sent: deque[str] = field(default_factory=deque)  # steers without an answer
     accepted: dict[str, str] = field(default_factory=dict)  # steers without a successor
+    parked: dict[str, str] = field(default_factory=dict)  # those that wait for the results of its calls
+    arguments: str = ""  # of its call
+
+    def check_text(self) -> None:
+        assert self.expected is None or self.expected.startswith(self.text), "the text of another lane or turn"
+
+    def check_whole(self) -> None:
+        assert self.expected is not None
+        called = CALL_START + self.arguments + CALL_END if self.arguments else ""
+        assert self.text + called == self.expected
 
 
 @dataclass
@@ -64,7 +76,7 @@ class RandomClient:
             None: LaneView()
         }
         self.max_in_flight = 0
-        self.num_steered = self.num_cancelled = 0
+        self.num_steered = self.num_cancelled = self.num_parked = 0
         self._socket = socket
         self._name = name
         self._dice = dice
@@ -114,7 +126,9 @@ class RandomClient:
         if sum(len(one.asked) for one in self.lanes.values()) >= MAX_ASKED:
             return None
         text = self._new_text() if dice.random() < 0.8 else None
-        fields: dict[str, Any] = {"store": dice.random() < 0.5, "resumable": dice.random() < 0.2}
+        if text is not None and dice.random() < 0.2:
+            text = f'{CALL_START}{{"a": "{text}"}}{CALL_END}'
+        fields: dict[str, Any] = {"store": dice.random() < 0.5, "resumable": dice.random() < 0.2, "tools": TOOLS}
         source = lane if dice.random() < 0.7 else self.lanes[dice.choice(list(self.lanes))]
         if source.last is not None and dice.random() < 0.4:
             fields["previous_response_id"] = source.last.response_id
@@ -167,6 +181,8 @@ class RandomClient:
             self.num_steered += 1
         else:
             expected = lane.asked.popleft().text
+            if lane.last is not None and lane.last.response_id == response["previous_response_id"]:
+                lane.last.parked.clear()
         lane.last = lane.answers[response["id"]] = Answer(response["id"], expected)
         self._count(lane.last, event)
         in_flight = sum(one.running is not None for one in self.lanes.values())
@@ -179,14 +195,15 @@ class RandomClient:
         self._count(answer, event)
         if event["type"] == "response.output_text.delta":
             answer.text += event["delta"]
-            if answer.expected is not None:
-                assert answer.expected.startswith(answer.text), "the text of another lane, or of another turn"
+            answer.check_text()
+        elif event["type"] == "response.function_call_arguments.delta":
+            answer.arguments += event["delta"]
         elif event["type"] in TERMINAL:
             answer.has_ended = True
             response = event["response"]
             assert response["id"] == answer.response_id
             if response["status"] == "completed":
-                assert answer.text == answer.expected
+                answer.check_whole()
             elif response["status"] == "cancelled":
                 self.num_cancelled += 1
             else:
@@ -199,15 +216,28 @@ class RandomClient:
             named = (one.answers.get(event["steer"]["previous_response_id"]) for one in self.lanes.values())
             answer = next(one for one in named if one is not None)
             assert event["error"]["code"] == "response_not_found"
+        steer_id = event["steer"].get("id")
         if event["type"] == "response.steer.accepted":
-            answer.accepted[event["steer"]["id"]] = answer.sent.popleft()
+            answer.accepted[steer_id] = answer.sent.popleft()
+        elif event["type"] == "response.steer.pending":
+            assert answer.arguments, "it called nothing"
+            answer.parked[steer_id] = answer.accepted.pop(steer_id)
+            self.num_parked += 1
         else:
-            steer_id = event["steer"].get("id")
-            text = answer.sent.popleft() if steer_id is None else answer.accepted.pop(steer_id)
-            assert event["steer"]["input"] == f"say {text}"
-            assert event["error"]["code"] in STEER_CODES, event
+            self._take_failure(answer, event, steer_id)
         if event.get("error", {}).get("code") != "response_not_found":
             self._count(answer, event)
+
+    def _take_failure(self, answer: Answer, event: dict[str, Any], steer_id: str | None) -> None:
+        codes = STEER_CODES
+        if steer_id is None:
+            text = answer.sent.popleft()
+        elif steer_id in answer.parked:  # the lane has gone on otherwise
+            text, codes = answer.parked.pop(steer_id), {"successor_creation_failed"}
+        else:
+            text = answer.accepted.pop(steer_id)
+        assert event["steer"]["input"] == f"say {text}"
+        assert event["error"]["code"] in codes, event
 
     def _count(self, answer: Answer, event: dict[str, Any]) -> None:
         assert event["sequence_number"] == answer.next_number, "the numbers of a response have a gap"

@@ -53,6 +53,9 @@ async def storm(seed: int, num_messages: int) -> None:
         assert client.max_in_flight == MAX_IN_FLIGHT
         assert client.num_steered > num_messages / 100
         assert client.num_cancelled
+        assert client.num_parked
+        for lane in client.lanes.values():
+            assert not any(answer.parked for answer in lane.answers.values() if answer is not lane.last)
 
 
 @in_loop
