@@ -121,21 +121,15 @@ class ResponseRun:
         items = [*self._history, *self.request.items]
         if self.request.instructions is not None:
             items.insert(0, MessageItem("system", self.request.instructions))
-        tools = self.request.tools.options
+        await prepare_grammar(self._engine, self.request.params, self.request.formats, TEXT_FORMAT)
         with blaming("input"):
             self._prompt = await self._engine.prompts.encode_turn(
                 chat_messages(items),
                 previous.spans if previous is not None else (),
-                tools=tools.for_template(),
+                tools=self.request.tools.options.for_template(),
                 template_kwargs=self.request.template_kwargs,
             )
-        plan = self._style.plan(tools, self.request.params, join_spans(self._prompt))
-        await prepare_grammar(self._engine, plan.params, self.request.formats, TEXT_FORMAT)
-        reader = plan.reader()
-        names = TokenNames(self._engine.tokenizer, hides_special=plan.params.skip_special_tokens)
-        self._params = plan.params
-        self._answer = AnswerEvents(self.events, reader, names)
-        self._is_plain = reader is None and plan.params.logprobs is None
+        await self._plan()
         return self._num_prompt_tokens
 
     def open(self) -> None:
@@ -206,6 +200,16 @@ class ResponseRun:
             return held + self._ending(ResponseStatus.INCOMPLETE, reason=STEERED)
         self.error = error
         return held + self._ending(ResponseStatus.FAILED, failure_body(error))
+
+    async def _plan(self) -> None:
+        """Find out how the prompt is to be answered, and how the answer is to be read."""
+        plan = self._style.plan(self.request.tools.options, self.request.params, join_spans(self._prompt))
+        await prepare_grammar(self._engine, plan.params, {})  # what is wrong now is wrong with the tools
+        reader = plan.reader()
+        names = TokenNames(self._engine.tokenizer, hides_special=plan.params.skip_special_tokens)
+        self._params = plan.params
+        self._answer = AnswerEvents(self.events, reader, names)
+        self._is_plain = reader is None and plan.params.logprobs is None
 
     def _rare_frames(self, output: RequestOutput) -> list[bytes]:
         assert self._answer is not None  # it was submitted

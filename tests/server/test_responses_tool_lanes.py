@@ -160,13 +160,21 @@ async def test_the_demo_model_calls_what_it_has_to() -> None:
         for choice in CHOICES:
             tools = TOOLS if choice == "required" else [other, *TOOLS]
             ask = {"input": "Say hello.", "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
-            over_socket = (await respond(socket, max_output_tokens=100, **ask))[-1]["response"]
-            streamed = await client.post("/responses", json={"stream": True, "max_output_tokens": 100, **ask})
-            for response in (over_socket, read_sse(streamed.text)[-1]["response"]):
-                assert response["status"] == "completed"
-                (call,) = response["output"]
-                assert (call["type"], call["name"]) == ("function_call", "get_weather")
-                validate(json.loads(call["arguments"]), CITY)
+            if choice == "required":
+                events = await respond(socket, max_output_tokens=60, **ask)
+            else:
+                body = {"stream": True, "max_output_tokens": 60, **ask}
+                events = read_sse((await client.post("/responses", json=body)).text)
+            response = events[-1]["response"]
+            assert response["status"] == "completed"
+            (call,) = response["output"]
+            assert (call["type"], call["name"]) == ("function_call", "get_weather")
+            validate(json.loads(call["arguments"]), CITY)
         bad = {**TOOLS[0], "strict": True, "parameters": {"type": "frob"}}
-        answer = await client.post("/responses", json={"input": "hi", "tools": [bad]})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+        for text, tool, param in (
+            ({}, bad, "tools"),
+            ({"format": {"type": "json_object"}}, bad, "tools"),
+            ({"format": {"type": "json_schema", "name": "a", "schema": {"type": "frob"}}}, TOOLS[0], "text.format"),
+        ):
+            answer = await client.post("/responses", json={"input": "hi", "tools": [tool], "text": text})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
