@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from aserve.errors import ClientError
 from aserve.server.chat_tools import read_tools
+from aserve.server.errors import blaming
 from aserve.server.generation import send_json
 from aserve.server.json_body import read_json
 from aserve.server.logprobs import TokenNames
@@ -111,6 +112,7 @@ async def detokenize(state: ServerState, scope: Scope, receive: Receive) -> dict
         return {"prompt": ""}
     if len(fields.tokens) > state.engine.limits.max_model_len:
         raise ClientError("there are more tokens than the model's context holds", param="tokens")
-    parse_prompts(fields.tokens, 1, state.engine.limits.vocab_size)
+    with blaming("tokens"):
+        parse_prompts(fields.tokens, 1, state.engine.limits.vocab_size)
     text = await asyncio.to_thread(state.engine.tokenizer.decode, fields.tokens, fields.skip_special_tokens)
     return {"prompt": text}

@@ -22,7 +22,8 @@ MODEL_NAME = "ModelName"  # the schema of names that the server knows
 REFERENCE = "#/components/schemas/"
 CLAMPED = "top_k"  # any larger value means all tokens
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
-STREAM: Schema = {"type": "string", "description": "server-sent events"}
+JSON_TYPES = {bool: "boolean", dict: "object", int: "integer", list: "array", str: "string"}
+DONE: Schema = {"const": "[DONE]"}
 
 
 async def show_api(state: ServerState, scope: Scope, receive: Receive) -> Schema:
@@ -37,7 +38,7 @@ def describe_api(model: str, *, has_key: bool) -> dict[str, Any]:
         paths.setdefault(path, {})[method.lower()] = _describe(method, path, operation)
     components: dict[str, Any] = {"schemas": {**_schemas(), MODEL_NAME: {"enum": [model]}}}
     document: dict[str, Any] = {
-        "openapi": "3.1.0",
+        "openapi": "3.2.0",
         "info": {"title": "aserve", "version": __version__, "description": "An LLM serving engine."},
         "paths": paths,
         "components": components,
@@ -54,6 +55,8 @@ def _describe(method: str, path: str, operation: Operation) -> dict[str, Any]:
         "summary": operation.summary,
         "responses": _responses(operation),
     }
+    if operation.is_open:
+        described["security"] = []
     if parameters := [*_path_parameters(path), *_query_parameters(operation)]:
         described["parameters"] = parameters
     if operation.body is not None:
@@ -68,8 +71,8 @@ def _responses(operation: Operation) -> dict[str, Any]:
         content: dict[str, Any] = {TEXT: {"schema": {"type": "string"}}}
     else:
         content = {JSON: {"schema": _reference(operation.answer.__name__)}}
-    if operation.is_streamed:
-        content[EVENTS] = {"schema": STREAM}
+    if operation.event is not None:
+        content[EVENTS] = {"itemSchema": _event(operation, operation.event)}
     error = {"description": "an error", "content": {JSON: {"schema": _reference(operation.error.__name__)}}}
     answer: dict[str, Any] = {"description": "the answer", "content": content}
     if operation.opens is not None:
@@ -79,6 +82,15 @@ def _responses(operation: Operation) -> dict[str, Any]:
         failure = {JSON: {"schema": _reference(operation.failure.__name__)}}
         responses["503"] = {"description": "a failure", "content": failure}
     return responses
+
+
+def _event(operation: Operation, kind: type[Struct]) -> Schema:
+    """Return the schema of one server-sent event; an error may come in the place of any."""
+    forms = {kind.__name__: kind, operation.error.__name__: operation.error}
+    shown = {"contentMediaType": JSON, "contentSchema": {"anyOf": [_reference(name) for name in forms]}}
+    data = {"anyOf": [DONE, shown]} if operation.ends_with_done else shown
+    properties = {"event": {"type": "string"}, "data": {"type": "string", **data}}
+    return {"type": "object", "required": ["data"], "properties": properties}
 
 
 def _links(opened: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -123,7 +135,7 @@ def _schemas() -> dict[str, Schema]:
 
 
 def _answers() -> set[type[Struct]]:
-    kinds = {kind for operation in OPERATIONS.values() for kind in (operation.answer, operation.error)}
+    kinds = {kind for operation in OPERATIONS.values() for kind in (operation.answer, operation.event, operation.error)}
     return {kind for kind in kinds if kind is not None}
 
 
@@ -165,8 +177,14 @@ def _add_lists(schema: Schema) -> None:
 def _response_schema(chat: Mapping[str, Any]) -> Schema:
     """Return the body of a response: fields of a chat with the same meaning, and those in its own lists."""
     fields: dict[str, Schema] = {name: {} for name in sorted(response_schema.KNOWN)}
+    for name, kind in response_schema.FIELD_TYPES.items():
+        fields[name] = {"type": [JSON_TYPES[kind], "null"]}
     for name in ("model", *response_schema.SAMPLING_FIELDS):
         fields[name] = chat["properties"][name]
     for name in response_schema.REFUSED:
         fields[name] = {"type": "null", "description": "not supported"}
+    for name, use in response_schema.RENAMED.items():
+        fields[name] = {"enum": [None, False], "description": f"use {use}"}
+    fields["include"]["items"] = {"enum": sorted(response_schema.INCLUDABLE)}
+    fields["input"] = {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": {"type": "object"}}]}
     return {"type": "object", "description": "What to answer, and how.", "properties": fields}

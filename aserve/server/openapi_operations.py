@@ -6,6 +6,9 @@ from typing import Any
 from msgspec import Struct
 
 from aserve.server import answer_types as answers
+from aserve.server import completion_types as completions
+from aserve.server import messages_types as messages
+from aserve.server import response_types as responses
 from aserve.server.messages_schema import MessagesBody, PromptBody
 from aserve.server.models import DetokenizeBody, TokenizeBody
 from aserve.server.response_query import MAX_PAGE, MAX_SEQUENCE_NUMBER, ORDERS, SWITCHES
@@ -19,7 +22,9 @@ class Operation:
     summary: str
     answer: type[Struct] | None
     body: type[Struct] | str | None = None  # a string names one that is read field by field
-    is_streamed: bool = False  # if the body or the query asks for it
+    event: type[Struct] | None = None  # of a stream, if the body or the query asks for one
+    ends_with_done: bool = False  # whether [DONE] is the last event of the stream
+    is_open: bool = False  # answered without a key
     query: tuple[tuple[str, dict[str, Any]], ...] = ()
     error: type[Struct] = answers.ErrorAnswer
     failure: type[Struct] | None = None  # the answer with status 503 where it is no error
@@ -42,9 +47,9 @@ ITEMS_QUERY = (
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/health"): Operation(
-        summary="Whether the process is alive", answer=answers.StatusAnswer, failure=answers.StatusAnswer
+        summary="Whether the process is alive", is_open=True, answer=answers.StatusAnswer, failure=answers.StatusAnswer
     ),
-    ("GET", "/ready"): Operation(summary="Whether requests are served", answer=answers.StatusAnswer),
+    ("GET", "/ready"): Operation(summary="Whether requests are served", is_open=True, answer=answers.StatusAnswer),
     ("GET", "/version"): Operation(summary="The version of aserve", answer=answers.VersionAnswer),
     ("GET", "/metrics"): Operation(summary="Prometheus metrics", answer=None),
     ("GET", "/v1/models"): Operation(summary="List the served models", answer=answers.ModelList),
@@ -65,55 +70,57 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         summary="Answer a chat",
         body=ChatBody,
         example={"messages": MESSAGES, "max_tokens": 8},
-        answer=answers.ChatCompletion,
-        is_streamed=True,
+        answer=completions.ChatCompletion,
+        event=completions.ChatCompletionChunk,
+        ends_with_done=True,
     ),
     ("POST", "/v1/completions"): Operation(
         summary="Continue prompts",
         body=CompletionBody,
         example={"prompt": "Rivers are", "max_tokens": 8},
-        answer=answers.Completion,
-        is_streamed=True,
+        answer=completions.Completion,
+        event=completions.CompletionChunk,
+        ends_with_done=True,
     ),
     ("POST", "/v1/messages"): Operation(
         summary="Answer a chat in Anthropic's protocol",
         body=MessagesBody,
         example={"messages": MESSAGES, "max_tokens": 8},
-        answer=answers.Message,
-        is_streamed=True,
-        error=answers.MessagesErrorAnswer,
+        answer=messages.Message,
+        event=answers.Typed,
+        error=messages.MessagesErrorAnswer,
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
         summary="Count the tokens of a chat in Anthropic's protocol",
         body=PromptBody,
         example={"messages": MESSAGES},
-        answer=answers.MessageTokens,
-        error=answers.MessagesErrorAnswer,
+        answer=messages.MessageTokens,
+        error=messages.MessagesErrorAnswer,
     ),
     ("POST", "/v1/responses"): Operation(
         summary="Make a response",
         body=CREATE_RESPONSE,
         opens=RESPONSE,
         example={"input": "Name three rivers.", "max_output_tokens": 8},
-        answer=answers.Response,
-        is_streamed=True,
+        answer=responses.Response,
+        event=answers.Typed,
     ),
     ("POST", "/v1/responses/input_tokens"): Operation(
         summary="Count the tokens of a response's input",
         body=CREATE_RESPONSE,
         example={"input": "Name three rivers."},
-        answer=answers.InputTokens,
+        answer=responses.InputTokens,
     ),
     ("POST", "/v1/responses/compact"): Operation(summary="Not supported: refused", answer=answers.ErrorAnswer),
     ("GET", RESPONSE): Operation(
         summary="Read a response, or go on with its stream",
-        answer=answers.Response,
-        is_streamed=True,
+        answer=responses.Response,
+        event=answers.Typed,
         query=RESPONSE_QUERY,
     ),
-    ("DELETE", RESPONSE): Operation(summary="Delete a response", answer=answers.DeletedResponse),
-    ("POST", f"{RESPONSE}/cancel"): Operation(summary="Cancel a background response", answer=answers.Response),
+    ("DELETE", RESPONSE): Operation(summary="Delete a response", answer=responses.DeletedResponse),
+    ("POST", f"{RESPONSE}/cancel"): Operation(summary="Cancel a background response", answer=responses.Response),
     ("GET", f"{RESPONSE}/input_items"): Operation(
-        summary="List what a response answered", answer=answers.ItemList, query=ITEMS_QUERY
+        summary="List what a response answered", answer=responses.ItemList, query=ITEMS_QUERY
     ),
 }

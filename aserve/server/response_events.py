@@ -264,7 +264,7 @@ class ResponseEvents:
             "reasoning": request.reasoning,
             "store": request.is_kept,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}, **request.formats.get("text", {})},
+            "text": orjson.Fragment(request.shown_text),
             "tool_choice": orjson.Fragment(request.tools.shown_choice),
             "tools": orjson.Fragment(request.tools.shown),
             "top_logprobs": params.logprobs or 0,

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from aserve.errors import ClientError
 from aserve.request import SamplingParams
 from aserve.server import schema
@@ -67,6 +69,15 @@ INCLUDABLE = frozenset({
 })  # fmt: skip
 SUMMARIES = ("auto", "concise", "detailed")
 
+FIELD_TYPES: dict[str, type] = {  # of those that are not checked elsewhere
+    "background": bool, "chat_template_kwargs": dict, "generate": bool, "include": list, "instructions": str,
+    "max_output_tokens": int, "metadata": dict, "model": str, "parallel_tool_calls": bool, "previous_response_id": str,
+    "prompt_cache_options": dict, "reasoning": dict, "resumable": bool, "store": bool, "stream": bool, "text": dict,
+    "top_logprobs": int, "user": str,
+}  # fmt: skip
+RESUME_TYPES: dict[str, type] = {"response_id": str, "starting_after": int}
+VERBOSITIES = ("low", "medium", "high")
+
 FORMAT_FIELDS = GRAMMAR_FIELDS - {"response_format"} | {"text"}
 KNOWN = WITH_EFFECT.union(SAMPLING_FIELDS, GRAMMAR_FIELDS, ACCEPTED_WITHOUT_EFFECT, REFUSED, HARMLESS, RENAMED)
 PARAM_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
@@ -94,6 +105,7 @@ class ResponseRequest:
     user: str | None
     template_kwargs: dict[str, Any]
     formats: Mapping[str, Any]  # the fields that ask for structured output, as they came
+    shown_text: bytes  # ``text`` as the response repeats it, in JSON
     is_streamed: bool
     is_kept: bool
     is_resumable: bool
@@ -112,32 +124,33 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
     _refuse_unsupported(fields)
     generate = _read_generate(fields)
     reasoning = _read_reasoning(fields)
-    template_kwargs = _read(fields, "chat_template_kwargs", dict) or {}
+    template_kwargs = _read(fields, "chat_template_kwargs") or {}
     check_template_kwargs(template_kwargs)
     params, priority = _read_sampling(fields, vocab_size, generate=generate)
     request = ResponseRequest(
         items=read_input(fields.get("input")),
         params=params,
         priority=priority,
-        instructions=_read(fields, "instructions", str),
-        previous_response_id=_read(fields, "previous_response_id", str),
-        model=_read(fields, "model", str),
+        instructions=_read(fields, "instructions"),
+        previous_response_id=_read(fields, "previous_response_id"),
+        model=_read(fields, "model"),
         metadata=_read_metadata(fields),
         generate=generate,
         tools=read_tools(
             fields.get("tools"),
             fields.get("tool_choice"),
-            is_parallel=_read(fields, "parallel_tool_calls", bool) is not False,
+            is_parallel=_read(fields, "parallel_tool_calls") is not False,
         ),
         reasoning=reasoning,
         wants_packed_reasoning=REASONING_INCLUDE in fields.get("include", ()),
-        user=_read(fields, "user", str),
+        user=_read(fields, "user"),
         template_kwargs={**reasoning_variables(reasoning["effort"], "reasoning.effort"), **template_kwargs},
         formats={name: fields[name] for name in FORMAT_FIELDS & fields.keys()},
-        is_streamed=_read(fields, "stream", bool) or False,
-        is_kept=_read(fields, "store", bool) is not False,
-        is_resumable=_read(fields, "resumable", bool) or False,
-        background=_read(fields, "background", bool) or False,
+        shown_text=_show_text(fields),
+        is_streamed=_read(fields, "stream") or False,
+        is_kept=_read(fields, "store") is not False,
+        is_resumable=_read(fields, "resumable") or False,
+        background=_read(fields, "background") or False,
     )
     if request.background and not request.is_kept:
         raise ClientError("a background response has to be stored", param="store")
@@ -148,22 +161,20 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
 
 def read_resume(payload: Mapping[str, Any]) -> tuple[str, int]:
     """Return the response that a ``response.resume`` names, and the number of the first event that is wanted."""
-    response_id = _read(payload, "response_id", str)
+    response_id = _read(payload, "response_id", RESUME_TYPES)
     if response_id is None:
         raise ClientError("response_id is required", param="response_id", code="missing_required_parameter")
-    after = _read(payload, "starting_after", int)
+    after = _read(payload, "starting_after", RESUME_TYPES)
     if after is not None and after < 0:
         raise ClientError("starting_after must not be negative", param="starting_after")
     return response_id, 0 if after is None else after + 1
 
 
-def _read(fields: Mapping[str, Any], name: str, kind: type) -> Any:
-    """Return the field as ``kind``, None if absent. Integers pass as floats, booleans never as numbers."""
-    value = fields.get(name)
+def _read(fields: Mapping[str, Any], name: str, types: Mapping[str, type] = FIELD_TYPES) -> Any:
+    """Return the field, None if absent; raise ClientError if it is not of its type. Booleans never pass as numbers."""
+    value, kind = fields.get(name), types[name]
     if value is None:
         return None
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise type_error(name, kind.__name__, value)
     return value
@@ -180,27 +191,26 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
             )
     if fields.get("truncation", "disabled") != "disabled":
         raise unsupported("truncation", "truncation other than 'disabled'")
-    _read(fields, "text", dict)
-    include = _read(fields, "include", list) or []
+    include = _read(fields, "include") or []
     for entry in include:
         if not isinstance(entry, str) or entry not in INCLUDABLE:
             raise ClientError(f"include does not know {entry!r}", param="include")
 
 
 def _read_generate(fields: Mapping[str, Any]) -> bool:
-    cache_options = _read(fields, "prompt_cache_options", dict) or {}
-    return _read(fields, "generate", bool) is not False and cache_options.get("prewarm") is not True
+    cache_options = _read(fields, "prompt_cache_options") or {}
+    return _read(fields, "generate") is not False and cache_options.get("prewarm") is not True
 
 
 def _read_sampling(fields: Mapping[str, Any], vocab_size: int, *, generate: bool) -> tuple[SamplingParams, int]:
     """Return how tokens are chosen, and the priority."""
     common = convert_body({name: fields[name] for name in SAMPLING_FIELDS if name in fields}, CommonBody)
-    max_tokens = _read(fields, "max_output_tokens", int)
+    max_tokens = _read(fields, "max_output_tokens")
     if max_tokens is not None and max_tokens < 1:
         raise ClientError("max_output_tokens must be at least 1", param="max_output_tokens")
     if not generate:
         max_tokens = common.min_tokens = 0
-    top_logprobs = _read(fields, "top_logprobs", int) or 0
+    top_logprobs = _read(fields, "top_logprobs") or 0
     logprobs = top_logprobs if LOGPROBS_INCLUDE in (fields.get("include") or ()) else None
     grammar = grammar_from(fields, TEXT_FORMAT)
     try:
@@ -212,15 +222,28 @@ def _read_sampling(fields: Mapping[str, Any], vocab_size: int, *, generate: bool
 
 
 def _read_reasoning(fields: Mapping[str, Any]) -> dict[str, Any]:
-    options = _read(fields, "reasoning", dict) or {}
+    options = _read(fields, "reasoning") or {}
     summary = options.get("summary") or options.get("generate_summary")
     if summary is not None and summary not in SUMMARIES:
         raise ClientError(f"reasoning.summary must be one of {', '.join(SUMMARIES)}", param="reasoning.summary")
     return {"effort": options.get("effort"), "summary": summary}
 
 
+def _show_text(fields: Mapping[str, Any]) -> bytes:
+    """Return what the response repeats of ``text``, encoded once: within the response it may be nested too deeply."""
+    options = _read(fields, "text") or {}
+    verbosity = options.get("verbosity")
+    if verbosity is not None and verbosity not in VERBOSITIES:
+        raise ClientError(f"text.verbosity must be one of {', '.join(VERBOSITIES)}", param="text.verbosity")
+    shown = {"format": options.get("format") or {"type": "text"}}
+    try:
+        return orjson.dumps(shown if verbosity is None else {**shown, "verbosity": verbosity})
+    except TypeError:
+        raise ClientError("text.format is nested too deeply", param=TEXT_FORMAT) from None
+
+
 def _read_metadata(fields: Mapping[str, Any]) -> dict[str, str]:
-    metadata = _read(fields, "metadata", dict) or {}
+    metadata = _read(fields, "metadata") or {}
     if len(metadata) > MAX_METADATA or not all(isinstance(value, str) for value in metadata.values()):
         raise ClientError(f"metadata must hold at most {MAX_METADATA} strings", param="metadata")
     if any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):

@@ -39,6 +39,7 @@ class Steer:
     steer_id: str
     previous_response_id: str
     input: str | list[Any]
+    shown_input: bytes  # the same in JSON: deep within an event it might be nested too deeply to be encoded
     num_bytes: int
 
     @property
@@ -60,7 +61,7 @@ class Steer:
 
     def failure(self, error: SteerError, *, was_accepted: bool) -> dict[str, Any]:
         """Return what the event says that hands it back."""
-        steer = {"previous_response_id": self.previous_response_id, "input": self.input}
+        steer = {"previous_response_id": self.previous_response_id, "input": orjson.Fragment(self.shown_input)}
         if was_accepted:
             steer["id"] = self.steer_id
         shown = {"type": "invalid_request_error", "code": error.reason, "message": error.message}
@@ -78,7 +79,11 @@ def read_steer(message: Mapping[str, Any], steer_id: str, num_bytes: int) -> Ste
         )
     if not isinstance(value, str | list):
         raise type_error("input", "string or list of messages", value)
-    return Steer(steer_id, previous_id, value, num_bytes)
+    try:
+        shown = orjson.dumps(value)
+    except TypeError:
+        raise ClientError("input is nested too deeply", param="input", code="invalid_input") from None
+    return Steer(steer_id, previous_id, value, shown, num_bytes)
 
 
 def steer_event(name: str, fields: Mapping[str, Any], number: int, stream_id: str | None) -> bytes:

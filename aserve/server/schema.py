@@ -17,7 +17,7 @@ import orjson
 from msgspec import Meta
 
 from aserve.errors import ClientError
-from aserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+from aserve.request import MAX_INT32, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 from aserve.server.structured_request import GRAMMAR_FIELDS, grammar_from
 from aserve.tokenizer.messages import message_schema
 
@@ -156,9 +156,9 @@ def parse_chat(body: Mapping[str, Any], vocab_size: int) -> tuple[ChatBody, Answ
     if fields.top_logprobs is not None and not fields.logprobs:
         raise ClientError("top_logprobs needs logprobs to be true", param="top_logprobs")
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
-    if max_tokens is not None and max_tokens < 1:
+    if max_tokens is not None and not 1 <= max_tokens <= MAX_INT32:
         name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
-        raise ClientError(f"{name} must be at least 1, got {max_tokens}", param=name)
+        raise ClientError(f"{name} must be between 1 and {MAX_INT32}, got {max_tokens}", param=name)
     params = sampling_params(
         fields,
         vocab_size,

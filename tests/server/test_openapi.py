@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from anthropic.types import Message
-from doubles_http import MODEL, Live, count_up, in_loop, live_server
+from doubles_http import MODEL, Live, count_up, in_loop, live_server, say
 from jsonschema import Draft202012Validator, ValidationError
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
@@ -108,11 +108,62 @@ async def check_answer(live: Live, method: str, path: str, operation: Any, body:
     expected = operation["responses"]["default" if url.endswith("/compact") else "200"]["content"]
     kind = answer.headers["content-type"].partition(";")[0]
     assert answer.status_code == (400 if url.endswith("/compact") else 200), (url, answer.text)
-    schema = expected[kind]["schema"]
     if kind == "application/json":
-        validator(schema).validate(answer.json())
+        validator(expected[kind]["schema"]).validate(answer.json())
     else:
-        assert schema["type"] == "string"
+        assert expected[kind]["schema"] == {"type": "string"}
+
+
+def check_events(path: str, text: str) -> None:
+    """Hold each event of a stream to the description, and what its data says to the description of that."""
+    described = API["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["itemSchema"]
+    *blocks, rest = text.split("\n\n")
+    assert rest == ""
+    for block in blocks:
+        event = dict(line.split(": ", 1) for line in block.split("\n"))
+        validator(described).validate(event)
+        data = described["properties"]["data"]
+        if "anyOf" in data and event["data"] == "[DONE]":
+            assert data["anyOf"][0] == {"const": "[DONE]"}
+            continue
+        content = data["anyOf"][1]["contentSchema"] if "anyOf" in data else data["contentSchema"]
+        validator(content).validate(json.loads(event["data"]))
+
+
+@in_loop
+async def test_streams_are_as_described() -> None:
+    usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    async with live_server(count_up) as live:
+        for (_, path), operation in operations().items():
+            example = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("example")
+            if example and "text/event-stream" in operation["responses"]["200"]["content"]:
+                for extra in ({}, usage, *EXTRAS.get(path, ())):
+                    answer = await live.post(path, **{**example, **extra, "stream": True})
+                    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+                    check_events(path, answer.text)
+
+
+@in_loop
+async def test_calls_and_reasoning_are_as_described() -> None:
+    said = '<think>\nHm.\n</think>\n\nSee.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    function = {"name": "f", "parameters": {"type": "object"}}
+    tools = {
+        "/v1/chat/completions": {"tools": [{"type": "function", "function": function}]},
+        "/v1/responses": {"tools": [{"type": "function", **function}]},
+        "/v1/messages": {
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+            "thinking": {"type": "adaptive"},
+        },
+    }
+    async with live_server(say(said), reasoning_parser="think") as live:
+        for path, fields in tools.items():
+            operation = operations()["POST", path]
+            example = operation["requestBody"]["content"]["application/json"]["example"]
+            fields |= {"max_output_tokens": 200} if path == "/v1/responses" else {"max_tokens": 200}
+            plain = await live.post(path, **{**example, **fields})
+            assert ("tool_calls" in plain.text) + ("function_call" in plain.text) + ("tool_use" in plain.text) > 0
+            await check_answer(live, "POST", path, operation, {**example, **fields})
+            check_events(path, (await live.post(path, **{**example, **fields, "stream": True})).text)
 
 
 @in_loop

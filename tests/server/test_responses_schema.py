@@ -1,5 +1,6 @@
 """The fields of ``response.create`` beside those of the HTTP endpoints: the same ones count, and mean the same."""
 
+import json
 from typing import Any
 
 import pytest
@@ -77,6 +78,35 @@ def test_the_effort_of_reasoning_reaches_the_template_as_in_chat(effort: str | N
     assert kwargs == reasoning_variables(effort, "reasoning_effort")
     own = create(reasoning={"effort": effort}, chat_template_kwargs={"enable_thinking": "own"}).template_kwargs
     assert own == kwargs | {"enable_thinking": "own"}
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def test_what_the_response_repeats_of_text_is_what_the_api_knows() -> None:
+    text = {"verbosity": "low", "format": {"type": "text"}, "frobnicate": nested(300)}
+    assert json.loads(create(text=text).shown_text) == {"verbosity": "low", "format": {"type": "text"}}
+    assert json.loads(create(text={"format": None, "verbosity": None}).shown_text) == {"format": {"type": "text"}}
+    assert refusal(text={"verbosity": "shouting"}).param == "text.verbosity"
+    assert refusal(text={"format": {"type": "text", "x": nested(300)}}).param == "text.format"
+
+
+@in_loop
+@pytest.mark.parametrize("depth", [200, 253])
+async def test_what_is_repeated_may_be_nested_as_deeply_as_it_can_be_encoded_alone(depth: int) -> None:
+    text = {"format": {"type": "text", "x": nested(depth - 1)}}
+    async with scripted_server() as live, live.connect() as socket:
+        events = await respond(socket, input="say a", text=text)
+        assert events[-1]["type"] in ("response.completed", "error")
+        assert text_of(await respond(socket, input="say fine")) == "fine"
+        await send(socket, "response.steer", previous_response_id="resp_1", input=[nested(300)])
+        (error,) = await receive_until(socket, "error")
+        assert (error["status"], error["error"]["code"], error["error"]["param"]) == (400, "invalid_input", "input")
+        assert text_of(await respond(socket, input="say fine")) == "fine"
 
 
 B37 = [

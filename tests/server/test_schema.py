@@ -89,7 +89,8 @@ def test_every_sampling_field_arrives() -> None:
 def test_max_completion_tokens_wins() -> None:
     assert chat(max_tokens=5, max_completion_tokens=9).params.max_tokens == 9
     assert chat(max_tokens=5, max_completion_tokens=None).params.max_tokens == 5
-    assert refusal(chat, max_completion_tokens=0).param == "max_completion_tokens"
+    for wrong in (0, 2**31, 2**63):
+        assert refusal(chat, max_completion_tokens=wrong).param == "max_completion_tokens"
     assert refusal(chat, max_tokens=0).param == "max_tokens"
     assert complete(max_tokens=0).params.max_tokens == 0
 

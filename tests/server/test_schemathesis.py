@@ -40,4 +40,4 @@ async def test_examples_and_what_follows_from_their_answers(tmp_path: Path) -> N
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("key", [None, KEY])
 def test_every_phase(key: str | None, tmp_path: Path) -> None:
-    uvloop.run(probe(tmp_path, "--max-examples", "60", key=key))
+    uvloop.run(probe(tmp_path, "--max-examples", "30", key=key))
