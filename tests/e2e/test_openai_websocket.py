@@ -1,12 +1,15 @@
 """The official Python client's ``responses.connect()``, async and sync, against a live server."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any
 
 import openai
 import pytest
+from doubles_engine import until
 from doubles_socket import Live, in_loop, live_server, scripted_engine, scripted_server
 from openai.types.responses import Response
+from websockets.exceptions import ConnectionClosedError
 
 MODEL = "scripted"
 KEY = "sk-test"
@@ -172,6 +175,74 @@ async def test_the_client_reconnects_after_a_restart_and_after_the_age_limit() -
             assert await asyncio.wait_for(reading, 5) == "three"
             assert codes == [1012, 1001]
             await connection.close()
+
+
+@in_loop
+async def test_a_drain_lets_the_response_end_and_the_client_comes_back_to_the_next_server() -> None:
+    """While the old server refuses new sockets the client tries again; what is asked meanwhile waits in the client."""
+    codes: list[int] = []
+    options: dict[str, Any] = {"initial_delay": 0.02, "max_delay": 0.1, "max_retries": 200}
+    async with scripted_engine(step_time_s=0.002) as engine, AsyncExitStack() as stack:
+        async with live_server(engine) as live:
+            port = live.port
+            client = await stack.enter_async_context(async_client(live))
+            connecting = client.responses.connect(
+                on_reconnecting=lambda event: codes.append(event.close_code), **options
+            )
+            connection = await stack.enter_async_context(connecting)
+            await connection.response.create(model=MODEL, input="say " + "a" * 50)
+            assert (await connection.recv()).type == "response.created"
+            live.state.begin_drain()
+            assert (await read_response(connection))[0] == "a" * 50
+            reading = asyncio.create_task(read_response(connection))
+            await until(lambda: len(codes) >= 3, 5)
+            await connection.response.create(model=MODEL, input="say two")
+        async with live_server(engine, port=port):
+            assert (await asyncio.wait_for(reading, 5))[0] == "two"
+            assert set(codes) == {1012}
+            await connection.close()
+
+
+@in_loop
+async def test_the_sync_client_reconnects_too() -> None:
+    def converse(url: str) -> tuple[list[str], list[int]]:
+        texts: list[str] = []
+        codes: list[int] = []
+
+        def ask_again(event: Any) -> None:
+            codes.append(event.close_code)
+            connection.response.create(model=MODEL, input="say two")
+
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
+        with client, client.responses.connect(on_reconnecting=ask_again, initial_delay=0.05) as connection:
+            connection.response.create(model=MODEL, input="say one")
+            for event in connection:
+                if event.type == "response.completed":
+                    texts.append(event.response.output_text)
+                    if len(texts) == 2:
+                        return texts, codes
+        raise AssertionError("the connection ended")
+
+    async with scripted_server(api_key=KEY, max_connection_age_s=0.5) as live:
+        assert await asyncio.to_thread(converse, live.http_url) == (["one", "two"], [1001])
+
+
+@in_loop
+@pytest.mark.parametrize("code", [1008, 1009])
+async def test_the_client_does_not_come_back_where_it_is_at_fault(code: int) -> None:
+    """1009 answers a message that is too large; nothing in the server closes with 1008 once a socket is open."""
+    codes: list[int] = []
+    async with scripted_server(max_frame_mib=0.1) as live, async_client(live) as client:
+        connecting = client.responses.connect(on_reconnecting=lambda event: codes.append(event.close_code))
+        async with connecting as connection:
+            if code == 1009:
+                await connection.response.create(model=MODEL, input="x" * 200_000)
+            else:
+                live.protocols[0].close(code, "not here")
+            with pytest.raises(ConnectionClosedError) as closed:
+                await read_response(connection)
+        assert closed.value.rcvd is not None
+        assert (closed.value.rcvd.code, codes) == (code, [])
 
 
 async def read_all(connection: Any, wanted: str) -> str:
