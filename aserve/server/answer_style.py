@@ -21,7 +21,6 @@ SYNTAX_SIGNS = {  # parser -> what a template says where calls are written in an
     "mistral": ("[ARGS]", "mistral_args"),
     "deepseek": ("```json", "deepseek_fenced"),
 }
-SINGLE_CALL_SIGN = "single tool-call"  # in templates that refuse a turn with several
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,6 @@ class AnswerStyle:
         sign, variant = SYNTAX_SIGNS.get(self._syntax, ("", ""))
         if sign and sign in template:
             self._syntax = variant
-        self._is_single = SINGLE_CALL_SIGN in template
         logger.info(
             "tool calls are read as %s (tool_call_parser is %s), reasoning as %s (reasoning_parser is %s)",
             self._syntax or NONE,
@@ -69,8 +67,6 @@ class AnswerStyle:
         The grammar of ``params`` is that of the answer itself: reasoning may come before it, and calls may come in its
         place. It is to be compiled afterwards. Raises ClientError for tools that this model's calls cannot express.
         """
-        if self._is_single:  # the next turn could not be rendered
-            options = replace(options, is_parallel=False)
         answer_format = self._format if options.callable else replace(self._format, tool=self._without_calls())
         finds_calls = bool(options.callable) and answer_format.tool is not None
         if options.choice == "required" and not finds_calls:

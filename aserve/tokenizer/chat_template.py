@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import jinja2
@@ -14,6 +15,7 @@ from aserve.tokenizer.messages import (
     join_leading_system_messages,
     leave_out_empty_content,
     normalize_messages,
+    split_parallel_calls,
     write_out_arguments,
 )
 from aserve.tokenizer.template_sandbox import OutputTooLongError, TemplateSandbox
@@ -21,6 +23,7 @@ from aserve.tokenizer.tool_prompt import spell_out_tools
 
 MAX_REASON_CHARS = 500
 TESTS_CONTENT = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)  # what null means is up to it
+CHANGES = (join_leading_system_messages, write_out_arguments, split_parallel_calls)
 
 
 class ChatTemplate:
@@ -70,7 +73,7 @@ class ChatTemplate:
 
         ``kwargs`` are a request's own variables, such as ``enable_thinking``; they replace none of the others. What
         the template refuses is given to it in other forms: several system messages at the beginning as one, the
-        arguments of calls as text.
+        arguments of calls as text, a turn for each call.
 
         Raises ClientError if the messages, or the template on seeing them, are at fault.
         """
@@ -103,8 +106,9 @@ class ChatTemplate:
     ) -> str:
         """Render the first form of ``messages`` that the template takes; raise its error about the first of all."""
         refusal: ClientError | None = None
-        for form in _forms(leave_out_empty_content(messages) if self._tests_content[name] else messages):
-            marked = self._mark_messages(form, continue_final_message)
+        for form in _forms(messages):
+            asked = leave_out_empty_content(form) if self._tests_content[name] else form
+            marked = self._mark_messages(asked, continue_final_message)
             try:
                 return self._render(self._compiled[name], {**variables, "messages": marked}, max_chars)
             except ClientError as error:
@@ -153,16 +157,17 @@ class PromptTooLongError(Exception):
 
 
 def _forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield ``messages`` as they are, and then in the forms that some templates want."""
-    yield messages
-    joined = join_leading_system_messages(messages)
-    is_other = len(joined) < len(messages)
-    if is_other:
-        yield joined
-    if any("tool_calls" in message for message in messages):
-        yield write_out_arguments(messages)
-        if is_other:
-            yield write_out_arguments(joined)
+    """Yield ``messages`` as they are, and then in the forms that some templates want, the fewest changes first."""
+    for count in range(len(CHANGES) + 1):
+        for changes in combinations(CHANGES, count):
+            form = messages
+            for change in changes:
+                changed = change(form)
+                if changed is form:
+                    break
+                form = changed
+            else:
+                yield form
 
 
 def _set_end_mark(messages: list[dict[str, Any]]) -> None:

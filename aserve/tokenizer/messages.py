@@ -13,6 +13,7 @@ import orjson
 from aserve.errors import ClientError
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+REASONING = ("reasoning", "reasoning_content", "thinking")  # names by which a message has it
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -73,12 +74,31 @@ def join_leading_system_messages(messages: list[dict[str, Any]]) -> list[dict[st
 
 def write_out_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return ``messages`` with the arguments of calls as JSON text, which some templates add to other text."""
+    if not any("tool_calls" in message for message in messages):
+        return messages
     return [
         {**message, "tool_calls": [_write_out(call) for call in message["tool_calls"]]}
         if "tool_calls" in message
         else message
         for message in messages
     ]
+
+
+def split_parallel_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``messages`` with a turn for each call, its results behind it, for templates that take one a turn."""
+    if all(len(message.get("tool_calls", ())) < 2 for message in messages):
+        return messages
+    split: list[dict[str, Any]] = []
+    position = 0
+    while position < len(messages):
+        message = messages[position]
+        position += 1
+        results = []
+        while "tool_calls" in message and position < len(messages) and messages[position]["role"] == "tool":
+            results.append(messages[position])
+            position += 1
+        split += _one_by_one(message, results) if results else [message]
+    return split
 
 
 def leave_out_empty_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -150,6 +170,19 @@ def _normalize_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ClientError(f"{where} must have a function with a name", param=where)
     return {**call, "function": {**function, "arguments": _parse_arguments(function.get("arguments"))}}
+
+
+def _one_by_one(message: Mapping[str, Any], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a turn for each call of ``message``; results that name none of them come last."""
+    turns: list[dict[str, Any]] = []
+    rest = list(results)
+    further = {**{name: value for name, value in message.items() if name not in REASONING}, "content": ""}
+    for index, call in enumerate(message["tool_calls"]):
+        turns.append({**(further if index else message), "tool_calls": [call]})
+        place = next((i for i, result in enumerate(rest) if result.get("tool_call_id") == call.get("id")), None)
+        if place is not None:
+            turns.append(rest.pop(place))
+    return turns + rest
 
 
 def _write_out(call: Mapping[str, Any]) -> dict[str, Any]:

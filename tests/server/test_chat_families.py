@@ -14,7 +14,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from aserve.config import ServerConfig
-from aserve.request import FinishReason, RequestOutput, SamplingParams
+from aserve.request import SamplingParams
 from aserve.server.answer_style import AnswerStyle
 from aserve.server.tools import ToolOptions, check_function
 from aserve.structured.compile import GrammarCompiler
@@ -141,23 +141,6 @@ def _check(choice: Any, family: Family) -> None:
     assert choice.message.model_extra["reasoning_content"] == choice.message.model_extra["reasoning"] == "Hm."
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
     assert calls == [("get_weather", json.loads(CITY)), ("get_time", {})][: len(family.names)]
-
-
-def test_a_template_that_takes_one_call_a_turn_gets_no_more(tmp_path: Path) -> None:
-    llama = FAMILIES["llama 3"]
-    refusing = "{# raise_exception('This model only supports single tool-calls at once!') #}"
-    tokenizer = make_tokenizer(dataclasses.replace(llama, template=llama.template + refusing), tmp_path)
-    functions = tuple(check_function("t", name=name, parameters=schema) for name, schema in TOOLS.items())
-    style = AnswerStyle(tokenizer, ServerConfig())
-    reader = style.plan(ToolOptions(tools=functions), SamplingParams(), [5]).reader()
-    assert reader is not None
-    reader.read(RequestOutput("r", llama.calls, [5], 1, 1, 0, FinishReason.STOP))
-    assert [call.name for call in reader.calls] == ["get_weather"]
-    required = style.plan(ToolOptions(tools=functions, choice="required"), SamplingParams(), [5]).params.grammar
-    assert required is not None
-    ids = tokenizer.encode(llama.calls)
-    num_allowed = GrammarCompiler(tokenizer).compile(required).start().validate_tokens(ids)
-    assert tokenizer.decode(ids[:num_allowed]) == llama.calls.partition(";")[0]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

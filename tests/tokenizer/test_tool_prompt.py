@@ -159,3 +159,39 @@ def test_a_turn_that_only_calls_has_no_content_for_templates_that_ask(test: str)
     expected, _ = render_jinja_template([TURNS], chat_template=source + calls)
     assert render(source + calls, TURNS) == expected[0] == "[Be brief.][Weather?][sunny][rainy]"
     assert render("{{ messages[2].content + '.' }}" + calls, TURNS) == "."
+
+
+ONE_CALL = (  # as the templates of Llama 3 have it
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
+    "{{ m.reasoning_content }}{{ m.content }}({{ m.tool_calls[0].function.arguments | tojson }})"
+    "{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+)
+
+
+def test_parallel_calls_become_turns_for_templates_that_take_one_a_turn() -> None:
+    def call(number: int) -> dict[str, Any]:
+        return {**CALL, "id": f"call_{number}", "function": {"name": "f", "arguments": f'{{"n": {number}}}'}}
+
+    def result(number: int) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": f"call_{number}", "content": f"result {number}"}
+
+    calling = {"role": "assistant", "content": "look.", "reasoning": "I ", "tool_calls": [call(1), call(2), call(3)]}
+    thanks = {"role": "user", "content": "Thanks."}
+    history = [
+        TURNS[1],
+        calling,
+        result(2),
+        result(1),
+        result(9),
+        thanks,
+        {**calling, "tool_calls": [call(4)]},
+        result(4),
+    ]
+    expected = '[Weather?]I look.({"n": 1})[result 1]({"n": 2})[result 2]({"n": 3})[result 9][Thanks.]I look.({"n": 4})'
+    assert render(ONE_CALL, history) == f"{expected}[result 4]"
+    only = [{**turn, "tool_calls": turn["tool_calls"][:1]} if "tool_calls" in turn else turn for turn in history]
+    assert render(ONE_CALL, only).count("I look.") == 2
+    refused = ONE_CALL.replace("!= 1", "> 0")
+    with pytest.raises(ClientError, match="single tool-calls"):
+        render(refused, history)
