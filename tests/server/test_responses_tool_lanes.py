@@ -53,9 +53,9 @@ def thinking_tokenizer() -> Tokenizer:
 class Device:
     """Gives the replies one after another, letter by letter, and keeps the prompts."""
 
-    def __init__(self) -> None:
+    def __init__(self, replies: Sequence[str] = REPLIES) -> None:
         self.prompts: list[list[int]] = []
-        self.replies = [[token for letter in text for token in demo_tokenizer().encode(letter)] for text in REPLIES]
+        self.replies = [[token for letter in text for token in demo_tokenizer().encode(letter)] for text in replies]
 
     def __call__(self, tokens: Sequence[int], position: int) -> int:
         known = list(tokens[:position])
@@ -102,6 +102,23 @@ async def test_a_lane_goes_on_with_what_was_thought_and_called_until_the_templat
     assert "<think>" not in thinking_tokenizer().decode(three, skip_special_tokens=False)
     assert third["usage"]["input_tokens_details"]["cached_tokens"] >= len(one) - 2 * page
     assert third["output"][0]["content"][0]["text"] == "You are welcome."
+
+
+@in_loop
+async def test_each_of_twenty_turns_computes_a_page_at_most_besides_what_is_new() -> None:
+    device = Device([THOUGHT + CALL] * 20 + [REPLIES[1]])
+    ask: dict[str, Any] = {"tools": TOOLS, "store": False}
+    async with thinking_server(device) as live, live.connect() as socket:
+        response = (await respond(socket, input="Weather in Oslo?", **ask))[-1]["response"]
+        for turn in range(20):
+            fields = {"input": [result_of(response)], "previous_response_id": response["id"], **ask}
+            response = (await respond(socket, **fields))[-1]["response"]
+            known = [*device.prompts[turn], *device.replies[turn], EOS]
+            assert device.prompts[turn + 1][: len(known)] == known
+            usage = response["usage"]
+            assert usage["input_tokens"] == len(device.prompts[turn + 1])
+            assert usage["input_tokens_details"]["cached_tokens"] > len(known) - 1 - DEMO_LIMITS.page_size
+        assert response["output"][-1]["content"][0]["text"] == "Sunny."
 
 
 @in_loop
