@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from aserve.errors import AserveError, ClientError, NotFoundError
 from aserve.server.generation import send_json, transport_of
+from aserve.server.item_references import resolve_references
 from aserve.server.json_body import ClientGoneError, read_json
 from aserve.server.live_responses import LiveResponse
 from aserve.server.models import JsonEndpoint
@@ -228,7 +229,7 @@ async def _read_request(
 ) -> tuple[ResponseRequest, KeptResponse | None]:
     """Return the checked body and what it continues."""
     body = await read_json(scope, receive, state.max_body_bytes)
-    request = parse_create(body, state.engine.limits.vocab_size)
+    request = parse_create(await resolve_references(body, state.archive), state.engine.limits.vocab_size)
     state.check_model(request.model)
     if request.previous_response_id is None:
         return request, None

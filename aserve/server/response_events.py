@@ -10,13 +10,14 @@ first. The same builder serves every transport: the framing around the JSON is t
 name beside it, server-sent events do).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import orjson
 
+from aserve.server.item_ids import ItemPlace
 from aserve.server.output_items import Logprobs, OpenCall, OpenItem, OpenMessage, OpenReasoning, encoded
 from aserve.server.response_items import Item
 from aserve.server.response_schema import ResponseRequest
@@ -70,13 +71,10 @@ class Usage:
 
 
 class ResponseEvents:
-    """Builds the events of one response; owns its output so far and its sequence number.
-
-    ``new_id`` makes the id of an output item from the prefix that its type has.
-    """
+    """Builds the events of one response; owns its output so far and its sequence number."""
 
     __slots__ = (
-        "_created_at", "_delta_start", "_final", "_lane", "_model", "_new_id", "_open", "_output", "_request",
+        "_created_at", "_delta_start", "_final", "_lane", "_model", "_open", "_output", "_request",
         "_sequence_number", "_status", "items", "response_id",
     )  # fmt: skip
 
@@ -85,7 +83,6 @@ class ResponseEvents:
         request: ResponseRequest,
         *,
         response_id: str,
-        new_id: Callable[[str], str],
         model: str,
         created_at: int,
         stream_id: str | None = None,
@@ -93,7 +90,6 @@ class ResponseEvents:
         self.response_id = response_id
         self.items: list[Item] = []  # finished ones that a continuation has to know
         self._request = request
-        self._new_id = new_id
         self._model = model
         self._created_at = created_at
         self._lane = {} if stream_id is None else {"stream_id": stream_id}
@@ -136,7 +132,7 @@ class ResponseEvents:
         events: list[Event] = []
         message = self._open
         if not isinstance(message, OpenMessage):
-            message = OpenMessage(self._new_id("msg"), self._next_index(events))
+            message = OpenMessage(*self._next_place("msg", events))
             self._begin(message, events)
         events.append(self._delta_event(message, text, b',"logprobs":', message.add(text, logprobs)))
         return events
@@ -147,7 +143,7 @@ class ResponseEvents:
         item = self._open
         if not isinstance(item, OpenReasoning):
             is_packed = self._request.wants_packed_reasoning
-            item = OpenReasoning(self._new_id("rs"), self._next_index(events), is_packed=is_packed)
+            item = OpenReasoning(*self._next_place("rs", events), is_packed=is_packed)
             self._begin(item, events)
         item.add(text)
         events.append(self._delta_event(item, text))
@@ -157,8 +153,8 @@ class ResponseEvents:
         """Return the events that open a call of what the model knows as ``function``."""
         events: list[Event] = []
         tool = self._request.tools.name_of(function)
-        item_id = self._new_id("ctc" if tool.is_custom else "fc")
-        self._begin(OpenCall(item_id, self._next_index(events), call_id, tool), events)
+        item_id, index = self._next_place("ctc" if tool.is_custom else "fc", events)
+        self._begin(OpenCall(item_id, index, call_id, tool), events)
         return events
 
     def arguments(self, text: str) -> list[Event]:
@@ -185,7 +181,7 @@ class ResponseEvents:
         events: list[Event] = []
         is_completed = status is ResponseStatus.COMPLETED
         if is_completed and self._request.generate and self._open is None and not self._output:
-            self._begin(OpenMessage(self._new_id("msg"), 0), events)
+            self._begin(OpenMessage(*self._next_place("msg", events)), events)
         self._close_open(events, "completed" if is_completed else "incomplete")
         self._status = status
         response = self._response(status, usage=usage, completed_at=completed_at, error=error, reason=reason)
@@ -202,10 +198,11 @@ class ResponseEvents:
         self._sequence_number += 1
         return self._sequence_number - 1
 
-    def _next_index(self, events: list[Event]) -> int:
-        """Close what is open; return the place of the item that follows."""
+    def _next_place(self, prefix: str, events: list[Event]) -> tuple[str, int]:
+        """Close what is open; return the id and the index of the item that follows."""
         self._close_open(events, "completed")
-        return len(self._output)
+        index = len(self._output)
+        return ItemPlace(self.response_id, True, index).item_id(prefix), index
 
     def _begin(self, item: OpenItem, events: list[Event]) -> None:
         self._open = item

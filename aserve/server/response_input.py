@@ -26,7 +26,7 @@ from aserve.tokenizer.messages import ROLES, TEXT_PARTS
 logger = logging.getLogger(__name__)
 
 MAX_INPUT_ITEMS = 4096
-REFERENCES = frozenset({"item_reference"})  # stand for something that is not here, so leaving them out would lie
+REFERENCE = "item_reference"  # has been replaced by what it stands for, where that is stored
 
 
 def read_input(value: object) -> list[Item]:
@@ -64,7 +64,7 @@ def _read_item(name: str, item: object) -> Item | None:
     if not isinstance(item, dict):
         raise type_error(name, "object", item)
     kind = item.get("type") or "message"
-    if not isinstance(kind, str) or kind in REFERENCES:
+    if not isinstance(kind, str) or kind == REFERENCE:
         raise unsupported(f"{name}.type", f"an input item of type {str(kind)[:64]!r}")
     reader = READERS.get(kind)
     return None if reader is None else reader(name, item)

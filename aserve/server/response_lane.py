@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from aserve.errors import ClientError, NotFoundError
+from aserve.server.item_references import resolve_references
 from aserve.server.lane_steering import LaneSteering
 from aserve.server.live_responses import LiveResponse
 from aserve.server.response_archive import KeptResponse
@@ -119,7 +120,8 @@ class Lane:
             if payload["type"] == "response.append":
                 request = self._appended(payload)
             else:
-                request = parse_create(payload, self.owner.state.engine.limits.vocab_size)
+                fields = await resolve_references(payload, self.owner.state.archive)
+                request = parse_create(fields, self.owner.state.engine.limits.vocab_size)
             if request.background:
                 raise unsupported("background", "background on a WebSocket")
             previous = await self._previous(request.previous_response_id)

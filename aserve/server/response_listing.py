@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from aserve.server.item_ids import ItemPlace
 from aserve.server.response_items import (
     BuiltInCallItem,
     BuiltInOutputItem,
@@ -17,30 +18,30 @@ from aserve.server.response_items import (
 
 def wire_items(items: Sequence[Item], response_id: str) -> list[dict[str, Any]]:
     """Return ``items`` as the input of ``response_id`` is listed; an item's id follows from its place."""
-    return [_wire_item(item, f"{response_id.removeprefix('resp_')}_{place}") for place, item in enumerate(items)]
+    return [_wire_item(item, ItemPlace(response_id, False, index)) for index, item in enumerate(items)]
 
 
-def _wire_item(item: Item, suffix: str) -> dict[str, Any]:
+def _wire_item(item: Item, place: ItemPlace) -> dict[str, Any]:
     if isinstance(item, MessageItem):
         if item.role == "assistant":
             part = {"type": "output_text", "text": item.text, "annotations": [], "logprobs": []}
         else:
             part = {"type": "input_text", "text": item.text}
-        return _completed(f"msg_{suffix}", "message", role=item.role, content=[part])
+        return _completed(place.item_id("msg"), "message", role=item.role, content=[part])
     if isinstance(item, FunctionCallItem):
         call = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
-        return _completed(f"fc_{suffix}", "function_call", **call, **_namespace(item))
+        return _completed(place.item_id("fc"), "function_call", **call, **_namespace(item))
     if isinstance(item, FunctionOutputItem):
-        return _completed(f"fco_{suffix}", "function_call_output", call_id=item.call_id, output=item.output)
+        return _completed(place.item_id("fco"), "function_call_output", call_id=item.call_id, output=item.output)
     if isinstance(item, CustomCallItem):
         call = {"call_id": item.call_id, "name": item.name, "input": item.input}
-        return _completed(f"ctc_{suffix}", "custom_tool_call", **call, **_namespace(item))
+        return _completed(place.item_id("ctc"), "custom_tool_call", **call, **_namespace(item))
     if isinstance(item, CustomOutputItem):
-        return _completed(f"ctco_{suffix}", "custom_tool_call_output", call_id=item.call_id, output=item.output)
+        return _completed(place.item_id("ctco"), "custom_tool_call_output", call_id=item.call_id, output=item.output)
     if isinstance(item, BuiltInCallItem | BuiltInOutputItem):
-        return {"status": "completed", **item.wire, "id": item.wire.get("id") or f"item_{suffix}"}
+        return {"status": "completed", **item.wire, "id": item.wire.get("id") or place.item_id("item")}
     content = [{"type": "reasoning_text", "text": item.text}]
-    return _completed(f"rs_{suffix}", "reasoning", summary=[], content=content)
+    return _completed(place.item_id("rs"), "reasoning", summary=[], content=content)
 
 
 def _completed(item_id: str, kind: str, **fields: Any) -> dict[str, Any]:

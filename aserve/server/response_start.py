@@ -74,7 +74,6 @@ def _new_events(state: ServerState, request: ResponseRequest, stream_id: str | N
     return ResponseEvents(
         request,
         response_id=new_id("resp"),
-        new_id=new_id,
         model=state.check_model(request.model),
         created_at=int(time.time()),
         stream_id=stream_id,

@@ -51,7 +51,7 @@ async def test_messages_that_cannot_be_understood(text: str, code: str) -> None:
         ({"input": ["hi"]}, "input[0]"),
         ({"input": [{"role": "robot", "content": "hi"}]}, "input[0].role"),
         ({"input": [{"content": "hi"}]}, "input[0].role"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
         ({"input": [{"type": "function_call_output", "output": "b"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"role": "user", "content": 7}]}, "input[0].content"),

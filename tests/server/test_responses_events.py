@@ -152,7 +152,7 @@ async def test_text_beyond_ascii_and_controls_arrive_unchanged() -> None:
 def test_log_probabilities_are_encoded_once() -> None:
     entries = [{"token": "a", "bytes": [97], "logprob": -0.5, "top_logprobs": []}]
     request = parse_create({"input": "a", "include": ["message.output_text.logprobs"]}, 256)
-    events = ResponseEvents(request, response_id="resp_1", new_id="{}_1".format, model=MODEL, created_at=0)
+    events = ResponseEvents(request, response_id="resp_1", model=MODEL, created_at=0)
     events.delta("a", entries * 2)
     events.delta("b", entries)
     entries[0]["logprob"] = object()  # from here on an encoder would refuse them

@@ -17,7 +17,6 @@ from aserve.server.answer_events import AnswerEvents
 from aserve.server.logprobs import TokenNames
 from aserve.server.response_events import ResponseEvents, ResponseStatus
 from aserve.server.response_schema import parse_create
-from aserve.server.response_start import new_id
 
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"type": "function", "name": "get_weather", "description": "Weather.", "parameters": CITY}
@@ -320,7 +319,7 @@ def test_how_tokens_are_grouped_changes_no_item() -> None:
     answer_format = AnswerFormat("hermes", "think")
     outputs = []
     for size in range(1, len(spoken) + 1):
-        events = ResponseEvents(request, response_id="resp_1", new_id=new_id, model=MODEL, created_at=0)
+        events = ResponseEvents(request, response_id="resp_1", model=MODEL, created_at=0)
         parser = answer_format.parser({"get_weather": CITY, "apply_patch": {}})
         assert parser is not None
         names = TokenNames(LetterTokenizer(), hides_special=True)  # type: ignore[arg-type]
