@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from aserve.request import Request
+from aserve.request import Request, SamplingParams
 from aserve.server.answer_head import AnswerHead
 from aserve.server.answer_style import AnswerPlan
 from aserve.server.chat_frames import ChatFrames
@@ -37,26 +37,30 @@ class ChatCompletions:
         state = self._state
         body = await read_json(scope, receive, state.max_body_bytes)
         fields, options = parse_chat(body, state.engine.limits.vocab_size)
-        tools = read_tool_options(fields.tools, fields.tool_choice, is_parallel=fields.parallel_tool_calls)
         model = state.check_model(options.model)
         await prepare_grammar(state.engine, options.params, body)
         with blaming("messages"):
-            prompt_ids = tuple(
-                await state.engine.encode(
-                    fields.messages,
-                    tools=tools.for_template(),
-                    continue_final_message=fields.continue_final_message,
-                    template_kwargs=_template_kwargs(fields),
-                )
-            )
-            plan = state.answer_style.plan(tools, options.params, prompt_ids, continued=_continued(fields))
-            await prepare_grammar(state.engine, plan.params, {})  # what is wrong now is wrong with the tools
-            kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
+            prompt_ids, plan = await self._plan(fields, options.params)
             options = replace(options, params=plan.params)
+            kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
             head = AnswerHead("chatcmpl", kind, model, options, UsageTally(options.n))
-            await self._answer(
-                head, [head.request(prompt_ids, choice) for choice in range(options.n)], plan, scope, send
-            )
+            requests = [head.request(prompt_ids, choice) for choice in range(options.n)]
+            await self._answer(head, requests, plan, scope, send)
+
+    async def _plan(self, fields: ChatBody, params: SamplingParams) -> tuple[tuple[int, ...], AnswerPlan]:
+        """Encode the messages and decide how they are answered; everything that can be wrong is told here."""
+        tools = read_tool_options(fields.tools, fields.tool_choice, is_parallel=fields.parallel_tool_calls)
+        effort = read_effort(fields.reasoning_effort, fields.reasoning)
+        prompt_ids = await self._state.engine.encode(
+            fields.messages,
+            tools=tools.for_template(),
+            continue_final_message=fields.continue_final_message,
+            template_kwargs={**effort, **fields.chat_template_kwargs},  # what the client sets itself wins
+        )
+        continued = message_text(fields.messages[-1]) if fields.continue_final_message else None
+        plan = self._state.answer_style.plan(tools, params, prompt_ids, continued=continued)
+        await prepare_grammar(self._state.engine, plan.params, {})  # what is wrong now is wrong with the tools
+        return tuple(prompt_ids), plan
 
     async def _answer(
         self, head: AnswerHead, requests: list[Request], plan: AnswerPlan, scope: Scope, send: Send
@@ -74,16 +78,6 @@ class ChatCompletions:
         else:
             answer = await asyncio.to_thread(_render, head, sinks, names)
         await send_json(send, answer)
-
-
-def _template_kwargs(fields: ChatBody) -> dict[str, Any]:
-    """Return the template's variables; those that the client sets itself win."""
-    return {**read_effort(fields.reasoning_effort, fields.reasoning), **fields.chat_template_kwargs}
-
-
-def _continued(fields: ChatBody) -> str | None:
-    """Return the text that the answer goes on with, if it is to continue one."""
-    return message_text(fields.messages[-1]) if fields.continue_final_message else None
 
 
 def _render(head: AnswerHead, sinks: list[CollectSink], names: TokenNames) -> bytes:
