@@ -283,6 +283,7 @@ USER = {"role": "user", "content": "a"}
         [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
         [{"role": "user", "content": [{"type": "input_text"}]}],
         [USER] * 4097,
+        [{"role": "user", "content": [json.loads("[" * 100 + "]" * 100)]}],
     ],
 )
 async def test_input_that_is_no_users_message_is_handed_back(wrong: Any) -> None:
@@ -321,6 +322,7 @@ async def test_the_lane_is_not_the_clients_to_choose() -> None:
         ({"input": "a", "previous_response_id": "x" * 257}, "previous_response_id"),
         ({"previous_response_id": "resp_1"}, "input"),
         ({"previous_response_id": "resp_1", "input": {"role": "user"}}, "input"),
+        ({"previous_response_id": "resp_1", "input": json.loads("[" * 400 + "]" * 400)}, "input"),
     ],
 )
 async def test_what_cannot_be_handed_back_is_an_error(fields: dict[str, Any], param: str) -> None:

@@ -19,12 +19,16 @@ from aserve.store.memory import MemoryStore
 from aserve.store.record import StoredResponse
 
 
+@pytest.fixture
+def urls(tmp_path: Path, redis_server: RedisServer) -> dict[str, str]:
+    """One of each kind of store."""
+    return {"memory": "memory", "sqlite": f"sqlite:///{tmp_path}/kept.db", "redis": redis_server.url}
+
+
 @in_loop
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
-async def test_responses_survive_a_restart_and_can_be_continued(
-    kind: str, tmp_path: Path, redis_server: RedisServer
-) -> None:
-    store = f"sqlite:///{tmp_path}/kept.db" if kind == "sqlite" else redis_server.url
+async def test_responses_survive_a_restart_and_can_be_continued(kind: str, urls: dict[str, str]) -> None:
+    store = urls[kind]
     async with scripted_server(response_store=store) as live, official(live) as client, live.connect() as socket:
         first = await client.responses.create(model=MODEL, input="say a")
         second = await respond(socket, input="say b", previous_response_id=first.id)
@@ -42,9 +46,12 @@ async def test_responses_survive_a_restart_and_can_be_continued(
 
 
 @in_loop
-async def test_the_store_is_bounded_by_its_settings() -> None:
-    async with scripted_server(response_store_mib=0.02) as live, plain(live) as client:
+@pytest.mark.parametrize("kind", ["memory", "sqlite", "redis"])
+async def test_the_store_is_bounded_by_its_settings(kind: str, urls: dict[str, str]) -> None:
+    settings = {"response_store": urls[kind], "response_store_mib": 0.02, "response_max_age_s": 30}
+    async with scripted_server(**settings) as live, plain(live) as client:
         ids = [(await create(client, "say " + "a" * 500)).json()["id"] for _ in range(20)]
+        await until(lambda: not live.state.archive._on_way)
         states = [(await client.get(f"/responses/{one}")).status_code for one in ids]
         assert states == sorted(states, reverse=True)
         assert states.count(200) in range(2, 12)
