@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -209,6 +210,25 @@ async def raw_post(
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
+
+
+@asynccontextmanager
+async def one_stream(live: Live) -> AsyncIterator[list[float]]:
+    """Keep a stream running and collect when its events arrive."""
+    times: list[float] = []
+    async with raw_post(live, "/v1/completions", {"prompt": [5, *CUE], "max_tokens": 8000, "stream": True}) as (
+        reader,
+        _,
+    ):
+
+        async def read() -> None:
+            while True:
+                await reader.readuntil(b"data: ")
+                times.append(time.monotonic())
+
+        reading = asyncio.create_task(read())
+        yield times
+        reading.cancel()
 
 
 async def fetch(live: Live, path: str, **fields: Any) -> str:

@@ -39,3 +39,11 @@ def advance(rows: RowGrammars, tokens: dict[int, int]) -> StepTokens:
     step = StepTokens(1, list(tokens.values()))
     rows.settle(step, list(range(len(tokens))), list(tokens))
     return step
+
+
+def nested_choice(depth: int) -> dict[str, object]:
+    """Return a small schema that takes long to compile."""
+    if depth == 0:
+        return {"type": "string"}
+    inner = nested_choice(depth - 1)
+    return {"oneOf": [{"type": "object", "properties": {name: inner}} for name in "ab"]}

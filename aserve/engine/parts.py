@@ -42,6 +42,7 @@ def load_parts(config: EngineConfig, runner: ModelRunner | None, tokenizer: Toke
     if runner is None:
         assert files is not None
         runner = _build_runner(config, files, compiler)
+        compiler.load_vocabulary()  # the first grammar would hold up every stream for it
     try:
         runner.warm_up()
     except BaseException:

@@ -78,9 +78,10 @@ async def prepare_grammar(
     try:
         await engine.prepare(params)
     except ClientError as error:
-        if error.param == "grammar":
-            error.param = next(iter(_asked_grammars(fields, format_field)), "tools")
-        raise
+        if error.param != "grammar":
+            raise
+        name = next(iter(_asked_grammars(fields, format_field)), "tools")
+        raise ClientError(error.message, param=name, code=error.code) from None  # others may get the same error
 
 
 def _asked_grammars(fields: Mapping[str, Any], format_field: str) -> dict[str, GrammarSpec]:

@@ -148,6 +148,37 @@ async def test_length_and_visible_stops() -> None:
         assert endless["choices"][0]["message"]["content"].count("<|im_end|>") > 1
 
 
+@in_loop
+async def test_a_character_that_is_cut_short_is_flushed_once_and_all_its_tokens_count() -> None:
+    async with live_server(say([49, 10813, 242, 300])) as live:
+        plain = (await live.chat(max_tokens=3)).json()
+        chunks = events((await live.chat(max_tokens=3, **STREAM)).text)
+        assert plain["choices"][0]["message"]["content"] == joined(chunks) == "A\ufffd"
+        assert plain["choices"][0]["finish_reason"] == chunks[-2]["choices"][0]["finish_reason"] == "length"
+        assert plain["usage"]["completion_tokens"] == chunks[-1]["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop_token_ids": [2]}, {"stop_token_ids": [2, 5], "stop": "zzz"}])
+@in_loop
+async def test_the_token_that_ends_an_answer_is_not_seen(fields: dict[str, Any]) -> None:
+    async with live_server(say(REPLY)) as live:
+        assert (await live.chat(**fields)).json()["choices"][0]["message"]["content"] == REPLY
+        assert joined(events((await live.chat(**fields, **STREAM)).text)) == REPLY
+
+
+@in_loop
+async def test_a_stop_string_ends_the_answer_though_tokens_behind_it_are_on_their_way() -> None:
+    text = "one, two, three, four"
+    async with live_server(say(text), step_time_s=0.01) as live:
+        for stop, shown in (("two", "one, "), ("wo, th", "one, t"), (["three", "e, f"], "one, two, ")):
+            plain = (await live.chat("two, three", stop=stop)).json()  # the prompt does not count
+            chunks = events((await live.chat("two, three", stop=stop, **STREAM)).text)
+            assert plain["choices"][0]["message"]["content"] == joined(chunks) == shown
+            assert plain["choices"][0]["finish_reason"] == "stop"
+            assert plain["usage"]["completion_tokens"] == chunks[-1]["usage"]["completion_tokens"]
+        await live.until_idle()
+
+
 TURN = {"role": "user", "content": "hi"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 

@@ -6,14 +6,14 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 from doubles_engine import until
-from doubles_http import CUE, LIMITS, Live, in_loop, live_server, peak_rss_bytes, raw_post, rss_bytes
+from doubles_http import CUE, LIMITS, Live, in_loop, live_server, one_stream, peak_rss_bytes, raw_post, rss_bytes
 
 from aserve.server import http_protocol
 
@@ -53,22 +53,6 @@ HUGE = {
     "ids": (COMPLETIONS, completion(prompt=[5] * 10**6)),
     "few ids": (COMPLETIONS, completion(prompt=[5] * 400_000)),
 }
-
-
-@asynccontextmanager
-async def one_stream(live: Live) -> AsyncIterator[list[float]]:
-    """Keep a stream running and collect when its events arrive."""
-    times: list[float] = []
-    async with raw_post(live, COMPLETIONS, {"prompt": [5, *CUE], "max_tokens": 8000, "stream": True}) as (reader, _):
-
-        async def read() -> None:
-            while True:
-                await reader.readuntil(b"data: ")
-                times.append(time.monotonic())
-
-        reading = asyncio.create_task(read())
-        yield times
-        reading.cancel()
 
 
 @dataclass

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from doubles_http import demo_tokenizer
+from doubles_structured import nested_choice
 
 from aserve.errors import CapacityError, ClientError
 from aserve.request import GrammarSpec
@@ -24,13 +25,6 @@ def trial() -> Iterator[GrammarTrial]:
     trial = GrammarTrial(TokenBytes.of(demo_tokenizer()))
     yield trial
     trial.close()
-
-
-def nested_choice(depth: int) -> dict[str, object]:
-    if depth == 0:
-        return {"type": "string"}
-    inner = nested_choice(depth - 1)
-    return {"oneOf": [{"type": "object", "properties": {name: inner}} for name in "ab"]}
 
 
 def test_a_good_grammar_passes_and_a_bad_one_says_why(trial: GrammarTrial) -> None:
