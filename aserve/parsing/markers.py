@@ -57,20 +57,24 @@ class TextGate:
 
     def __init__(self, spaces: str = SPACES) -> None:
         self._spaces = spaces
-        self._held = ""
+        self._held: list[str] = []
 
     def push(self, text: str) -> list[ParsedDelta]:
         """Return what is text for certain."""
-        text = self._held + text
         shown = text.rstrip(self._spaces)
-        self._held = text[len(shown) :]
-        return [TextDelta(shown)] if shown else []
+        if not shown:
+            if text:
+                self._held.append(text)
+            return []
+        delta = TextDelta("".join([*self._held, shown]) if self._held else shown)
+        self._held = [text[len(shown) :]] if len(shown) < len(text) else []
+        return [delta]
 
     def drop(self) -> None:
         """Forget what is held: a marker follows."""
-        self._held = ""
+        self._held = []
 
     def flush(self) -> list[ParsedDelta]:
         """Return what is held."""
-        held, self._held = self._held, ""
+        held, self._held = "".join(self._held), []
         return [TextDelta(held)] if held else []

@@ -3,6 +3,8 @@
 from aserve.parsing.deltas import ParsedDelta, ReasoningDelta, TextDelta
 from aserve.parsing.markers import SPACES, MarkerSet, TextGate
 
+MAX_SPACES = 64  # in front of reasoning; an answer that begins with more has none
+
 
 class TaggedReasoning:
     """Splits an answer into reasoning and text; white space beside the markers belongs to neither.
@@ -47,7 +49,9 @@ class TaggedReasoning:
 
     def _look_for_opening(self) -> None:
         beginning = self._buffer.lstrip(SPACES)
-        if beginning.startswith(self._opening):
+        if len(self._buffer) - len(beginning) > MAX_SPACES:
+            self._is_undecided = False
+        elif beginning.startswith(self._opening):
             self._buffer = beginning[len(self._opening) :]
             self._is_reasoning = self._is_behind_marker = True
             self._is_undecided = False

@@ -1,5 +1,7 @@
 """Reasoning told from the answer, in front of calls, too; and the parsers that go with published chat templates."""
 
+import time
+
 import pytest
 from doubles_parsing import TOOLS, cuts, parse
 from hypothesis import given
@@ -60,6 +62,26 @@ def test_any_cut_of_any_text_says_the_same(is_open: bool, pieces: list[str]) -> 
     whole = parse(reasoning_parser("think", is_open=is_open), ["".join(pieces)])
     assert parse(reasoning_parser("think", is_open=is_open), pieces) == whole
     assert parse(reasoning_parser("think", is_open=is_open), list("".join(pieces))) == whole
+
+
+@pytest.mark.parametrize("num_spaces", [64, 65])
+def test_reasoning_stands_at_the_beginning(num_spaces: int) -> None:
+    answer = "\n" * num_spaces + "<think>Hm.</think>Yes."
+    expected = ("Yes.", "Hm.", []) if num_spaces == 64 else (answer, "", [])
+    for pieces in cuts(answer):
+        assert parse(reasoning_parser("think"), pieces) == expected
+
+
+def test_an_answer_of_nothing_but_space_takes_time_in_proportion() -> None:
+    def seconds(num_chars: int) -> float:
+        parser = AnswerFormat("hermes", "think").parser(TOOLS)
+        assert parser is not None
+        started = time.process_time()
+        found = parse(parser, [" "] * num_chars)
+        assert found == (" " * num_chars, "", [])
+        return time.process_time() - started
+
+    assert min(seconds(20_000) for _ in range(3)) < 10 * min(seconds(5_000) for _ in range(3))  # 16 if quadratic
 
 
 @pytest.mark.parametrize(
