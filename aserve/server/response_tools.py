@@ -19,6 +19,7 @@ from aserve.server.tools import NO_TOOLS, FunctionTool, ToolChoice, ToolOptions,
 
 logger = logging.getLogger(__name__)
 
+TYPES = ("function", "custom", "namespace")
 MODES: tuple[ToolChoice, ...] = ("auto", "none", "required")
 
 CUSTOM_PARAMETERS: Mapping[str, Any] = {
@@ -58,12 +59,12 @@ def read_tools(tools: object, choice: object, *, is_parallel: bool) -> ResponseT
     if not isinstance(tools, list):
         raise type_error("tools", "list", tools)
     found = [list(_read_tool(f"tools[{place}]", tool, None)) for place, tool in enumerate(tools)]
-    if num_ignored := found.count([]):
-        logger.info("left out %d tools of types that only OpenAI's servers can run", num_ignored)
     functions = check_tools(function for group in found for function, _ in group)
     names = {function.name: name for group in found for function, name in group}
     options = _read_choice(choice, names, functions, is_parallel)
-    shown = [tool for tool, group in zip(tools, found, strict=True) if group]
+    shown = [tool for tool in tools if tool["type"] in TYPES]
+    if num_ignored := len(tools) - len(shown):
+        logger.info("left out %d tools of types that only OpenAI's servers can run", num_ignored)
     return ResponseTools(options, names, _json("tools", shown), _json("tool_choice", choice or "auto"))
 
 

@@ -152,11 +152,12 @@ async def test_a_tool_of_a_namespace_is_called_by_its_own_name() -> None:
 @in_loop
 async def test_the_response_repeats_what_was_asked_for() -> None:
     hosted = [{"type": "web_search"}, {"type": "image_generation"}, {"type": "tool_of_the_future"}]
+    empty = {"type": "namespace", "name": "none", "description": "", "tools": []}
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]}
     fields = {"parallel_tool_calls": False, "tool_choice": choice, "reasoning": {"effort": "low", "summary": "auto"}}
     async with scripted_server() as live, live.connect() as socket:
-        response = (await respond(socket, input="say a", tools=[*hosted, *TOOLS], **fields))[-1]["response"]
-        assert response["tools"] == TOOLS
+        response = (await respond(socket, input="say a", tools=[*hosted, *TOOLS, empty], **fields))[-1]["response"]
+        assert response["tools"] == [*TOOLS, empty]
         assert {name: response[name] for name in fields} == fields
         response = (await respond(socket, input="say a"))[-1]["response"]
         assert (response["tools"], response["tool_choice"], response["parallel_tool_calls"]) == ([], "auto", True)
