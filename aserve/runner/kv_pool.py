@@ -57,15 +57,15 @@ def check_offsets(layout: KVLayout, page_size: int, num_pages: int, backend: Att
         raise ConfigError(f"num_pages {num_pages} does not fit the page table's 32-bit numbers")
 
 
-def gpu_memory_gib(device: torch.device, fraction: float, reserved_bytes: int) -> float:
+def gpu_memory_gib(device: torch.device, fraction: float, reserved_bytes: int, page_bytes: int) -> float:
     """Return what is left for KV pages of ``fraction`` of the GPU's memory, in GiB.
 
     Weights are loaded already; ``reserved_bytes`` are what steps and graphs will take. Raises ConfigError naming needed
-    and free memory if nothing is left.
+    and free memory if not even one page of ``page_bytes`` is left, beside those for padding.
     """
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     left = free_bytes - (1 - fraction) * total_bytes - reserved_bytes
-    if left <= 0:
+    if left < (1 + NUM_DUMMY_PAGES) * page_bytes:
         raise ConfigError(
             f"no GPU memory is left for KV pages: {free_bytes / GIB:.2f} of {total_bytes / GIB:.2f} GiB are free, "
             f"steps and graphs need {reserved_bytes / GIB:.2f} GiB, and kv_memory_fraction {fraction:g} keeps "

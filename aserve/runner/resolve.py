@@ -137,6 +137,7 @@ def _count_pages(
     if config.kv_memory_gib is not None:
         memory_gib, reason = config.kv_memory_gib, "as set"
     elif layout.device.type == "cuda":
-        memory_gib = gpu_memory_gib(layout.device, config.kv_memory_fraction, reserved_bytes)
+        page_bytes = layout.page_bytes(page_size)
+        memory_gib = gpu_memory_gib(layout.device, config.kv_memory_fraction, reserved_bytes, page_bytes)
         reason = "what the GPU's share leaves beside weights, steps and graphs"
     return min(most, count_pages(layout, page_size, memory_gib)), f"{memory_gib:.3g} GiB, {reason}"

@@ -36,17 +36,20 @@ def test_memory_for_no_page_is_refused() -> None:
 def test_pages_get_what_the_gpu_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100 GiB a tenth stays unused, 20 hold weights, 6 are for steps and graphs."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB, 100 * GIB))
-    assert gpu_memory_gib(torch.device("cuda"), 0.9, 6 * GIB) == pytest.approx(64)
+    assert gpu_memory_gib(torch.device("cuda"), 0.9, 6 * GIB, 1 << 20) == pytest.approx(64)
 
 
-def test_a_gpu_with_nothing_left_for_pages_is_refused_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (11 * GIB, 80 * GIB))
+@pytest.mark.parametrize(("free_gib", "page_bytes"), [(11, 1), (13, GIB)], ids=["nothing", "a page, for padding"])
+def test_a_gpu_with_too_little_left_for_pages_is_refused_in_gib(
+    free_gib: int, page_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * GIB, 80 * GIB))
     message = (
-        r"no GPU memory is left for KV pages: 11\.00 of 80\.00 GiB are free, steps and graphs need 4\.00 GiB, and "
+        r"no GPU memory is left for KV pages: 1[13]\.00 of 80\.00 GiB are free, steps and graphs need 4\.00 GiB, and "
         r"kv_memory_fraction 0\.9 keeps 8\.00 GiB unused; lower max_num_seqs"
     )
     with pytest.raises(ConfigError, match=message):
-        gpu_memory_gib(torch.device("cuda"), 0.9, 4 * GIB)
+        gpu_memory_gib(torch.device("cuda"), 0.9, 4 * GIB, page_bytes)
 
 
 def test_the_pool_has_a_dummy_page_beyond_the_numbered_ones() -> None:
