@@ -1,5 +1,6 @@
 """One step of attention over a paged pool, with the dense reference to hold a backend against."""
 
+import random
 import re
 from dataclasses import dataclass
 
@@ -16,37 +17,58 @@ from aserve.attention.base import (
     Phase,
 )
 
-SHAPE = re.compile(r"(\d+)x(\d+)(?:\+(\d+))?")
+SHAPE = re.compile(r"(\d+)x(\d+)(?:\.\.(\d+))?(?:\+(\d+))?")
 MAX_SCORES = 1 << 26  # float32 scores held at once by the reference: 256 MiB
 SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """``batch`` sequences alike, each computing ``query_len`` tokens behind ``cached_len`` that are there already."""
+    """``batch`` sequences, each computing ``query_len`` tokens behind ``cached_len`` that are there already.
+
+    With ``spread`` the cached lengths are even steps from ``cached_len`` to as many more, in random order.
+    """
 
     phase: Phase
     batch: int
     query_len: int
     cached_len: int
+    spread: int = 0
 
     @classmethod
     def parse(cls, phase: Phase, text: str) -> "StepShape":
-        """Read "128x1024": for decode the keys of each sequence, for prefill its new tokens, perhaps "+cached".
+        """Read "128x1024" or, for decode, "128x1..2047".
 
-        Raises ValueError for anything else.
+        For decode these are the keys of each sequence, for prefill its new tokens, perhaps "+cached". Raises ValueError
+        for anything else.
         """
         match = SHAPE.fullmatch(text)
-        batch, length, cached = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
-        if not batch or not length or (phase == "decode" and "+" in text):
-            wanted = "BATCHxKEYS" if phase == "decode" else "BATCHxTOKENS or BATCHxTOKENS+CACHED"
+        batch, length, longest, cached = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
+        is_range, has_cached = ".." in text, "+" in text
+        if (
+            not batch
+            or not length
+            or (is_range and longest < length)
+            or (has_cached if phase == "decode" else is_range)
+        ):
+            wanted = "BATCHxKEYS or BATCHxLEAST..MOST" if phase == "decode" else "BATCHxTOKENS or BATCHxTOKENS+CACHED"
             raise ValueError(f"{text!r} is not {wanted}")
-        return cls(phase, batch, 1, length - 1) if phase == "decode" else cls(phase, batch, length, cached)
+        if phase == "decode":
+            return cls(phase, batch, 1, length - 1, longest - length if is_range else 0)
+        return cls(phase, batch, length, cached)
 
     @property
-    def key_len(self) -> int:
+    def key_lens(self) -> list[int]:
         """Keys of each sequence, with those of this step."""
-        return self.cached_len + self.query_len
+        shortest, steps = self.cached_len + self.query_len, max(self.batch - 1, 1)
+        lens = [shortest + self.spread * place // steps for place in range(self.batch)]
+        random.Random(SEED).shuffle(lens)
+        return lens
+
+    @property
+    def max_key_len(self) -> int:
+        """Keys of the longest sequence."""
+        return max(self.key_lens)
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +77,8 @@ class StepShape:
 
     def __str__(self) -> str:
         if self.phase == "decode":
-            return f"{self.batch}x{self.key_len}"
+            shortest = self.cached_len + 1
+            return f"{self.batch}x{shortest}" + (f"..{shortest + self.spread}" if self.spread else "")
         return f"{self.batch}x{self.query_len}" + (f"+{self.cached_len}" if self.cached_len else "")
 
 
@@ -90,19 +113,19 @@ class AttentionSetup:
             capability=torch.cuda.get_device_capability(self.device) if is_cuda else (0, 0),
             max_num_seqs=shape.batch,
             max_num_tokens=shape.num_tokens,
-            max_model_len=shape.key_len,
+            max_model_len=shape.max_key_len,
         )
 
     def moved_bytes(self, shape: StepShape) -> int:
         """Bytes that no kernel can save: queries and output once, every key and value once."""
         queries = 2 * shape.num_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
-        keys = 2 * shape.batch * shape.key_len * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
+        keys = 2 * sum(shape.key_lens) * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
         return queries + keys
 
     def operations(self, shape: StepShape) -> int:
         """Multiplications and additions of both matrix products, hidden keys left out."""
-        seen = sum(range(shape.cached_len + 1, shape.key_len + 1))
-        return 4 * shape.batch * seen * self.num_heads * self.head_dim
+        seen = sum(sum(range(key_len - shape.query_len + 1, key_len + 1)) for key_len in shape.key_lens)
+        return 4 * seen * self.num_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +185,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, setup: AttentionSetup
 def make_case(setup: AttentionSetup, shape: StepShape) -> AttentionCase:
     """Draw a case, the same each time."""
     generator = torch.Generator(setup.device).manual_seed(SEED)
-    width = -(-shape.key_len // setup.page_size)
+    width = -(-shape.max_key_len // setup.page_size)
     num_pages = shape.batch * width
 
     def draw(*size: int) -> Tensor:
@@ -170,7 +193,7 @@ def make_case(setup: AttentionSetup, shape: StepShape) -> AttentionCase:
 
     pages = torch.randperm(num_pages, generator=generator, device=setup.device).to(torch.int32)
     pool_size = (num_pages, setup.page_size, setup.num_kv_heads, setup.head_dim)
-    lens = {"query": [shape.query_len] * shape.batch, "key": [shape.key_len] * shape.batch}
+    lens = {"query": [shape.query_len] * shape.batch, "key": shape.key_lens}
     starts = {
         name: torch.tensor([0, *values], device=setup.device).cumsum(0, dtype=torch.int32)
         for name, values in lens.items()

@@ -176,8 +176,9 @@ def _add_kernels(kinds: Any) -> None:
         help="tokens per page (default: 16)",
     )
     group.add_argument(
-        "--decode", nargs="+", metavar="BxL",
-        help="sequences x keys of each, one new token included; default of both: a few that are usual on the device",
+        "--decode", nargs="+", metavar="BxL[..M]",
+        help="sequences x keys of each, one new token included, or from L to M keys; "
+        "default of both: a few that are usual on the device",
     )  # fmt: skip
     group.add_argument(
         "--prefill", nargs="+", metavar="BxT[+C]", help="sequences x new tokens of each, behind C cached ones"

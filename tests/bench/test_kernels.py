@@ -16,7 +16,7 @@ from aserve.bench.device_speed import copy_bandwidth, time_calls
 from aserve.cli import main
 
 CPU = torch.device("cpu")
-SHAPES = [("decode", "3x37"), ("decode", "1x1"), ("prefill", "2x19"), ("prefill", "2x5+30")]
+SHAPES = [("decode", "3x37"), ("decode", "3x5..37"), ("decode", "1x1"), ("prefill", "2x19"), ("prefill", "2x5+30")]
 SMALL = ["--device", "cpu", "--num-threads", "1", "--rounds", "2", "--heads", "4/2", "--head-dim", "16"]
 
 
@@ -79,6 +79,7 @@ def test_pages_lie_in_the_order_that_a_backend_wants(order: KVOrder) -> None:
     [
         # queries and output 6 x 16 x 4 bytes each; keys and values 2 x 16 x 4 bytes each
         ("decode", "3x37", 3 * (2 * 384 + 37 * 256), 3 * 37 * 6 * 16 * 4),
+        ("decode", "3x1..5", 3 * 2 * 384 + (1 + 3 + 5) * 256, (1 + 3 + 5) * 6 * 16 * 4),
         ("prefill", "1x3+2", 3 * 2 * 384 + 5 * 256, (3 + 4 + 5) * 6 * 16 * 4),
     ],
 )
@@ -90,7 +91,16 @@ def test_bytes_and_operations_are_counted(phase: Any, text: str, moved: int, ope
 
 
 @pytest.mark.parametrize(
-    ("phase", "text"), [("decode", "3"), ("decode", "0x5"), ("decode", "2x5+3"), ("prefill", "2x0"), ("prefill", "axb")]
+    ("phase", "text"),
+    [
+        ("decode", "3"),
+        ("decode", "0x5"),
+        ("decode", "2x5+3"),
+        ("decode", "2x5..4"),
+        ("prefill", "2x3..5"),
+        ("prefill", "2x0"),
+        ("prefill", "axb"),
+    ],
 )
 def test_other_texts_are_no_shapes(phase: Any, text: str) -> None:
     with pytest.raises(ValueError, match="is not BATCHx"):
