@@ -33,7 +33,8 @@ test-full: check
 	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m gpu -p no:cacheprovider --timeout 300 -n 6 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "gpu and alone" -p no:cacheprovider --timeout 300 $(ARGS)
+	$(BIN)/python -m pytest -m "gpu and not alone" -p no:cacheprovider --timeout 300 -n 6 --dist loadgroup $(ARGS)
 
 wheel: $(VENV)/.installed
 	$(PIP) wheel --no-deps -w dist .

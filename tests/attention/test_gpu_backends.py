@@ -229,6 +229,7 @@ def test_half_precision() -> None:
     run_eagerly("fi", case, spec)
 
 
+@pytest.mark.alone
 def test_planning_a_replay_is_short_and_waits_for_nothing() -> None:
     """320 decodes and 319, so that no plan is kept. The device is idle, so no time is spent waiting for it."""
     spec = make_spec(32, 8, 128)

@@ -150,6 +150,7 @@ def time_us(work: Callable[[], object]) -> float:
     return best
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("num_rows", [1, 64, 256])
 def test_picks_take_little_more_than_reading_the_logits(num_rows: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Against torch's argmax over the same logits, in the same run; filters read them five to eight times."""

@@ -100,9 +100,9 @@ class CudaAssembly:
         spans = spans[: min(self._parts.max_num_seqs, MAX_CHUNKS)]
         plan = dummy_plan(self._parts.max_num_seqs, [(0, span) for span in spans])
         plan.num_decodes = 0
-        shape = exact_shape(plan)
-        body.run_eagerly(plan, shape, self._staging.send(plan, shape, len(spans)).lens)
-        self._head.score_and_sample(self._parts.max_num_seqs)
+        shape, max_num_seqs = exact_shape(plan), self._parts.max_num_seqs
+        body.run_eagerly(plan, shape, self._staging.send(plan, shape, max_num_seqs).lens)
+        self._head.score_and_sample(max_num_seqs)
         self._sampler.warm_up(self._state.logits)
 
     @torch.inference_mode()

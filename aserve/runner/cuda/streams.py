@@ -71,7 +71,7 @@ class UploadSlots:
         slot.consumed.record(self._compute)
 
     def _allocate(self, num_words: int) -> UploadSlot:
-        host = torch.empty(num_words, dtype=torch.int32, pin_memory=True)
+        host = torch.zeros(num_words, dtype=torch.int32, pin_memory=True)  # what no step has filled must be valid too
         with torch.cuda.stream(self._upload):
             device = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         device.record_stream(self._compute)

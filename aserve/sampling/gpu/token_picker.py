@@ -11,7 +11,7 @@ from aserve.sampling.gpu import limit_kernel, pick_kernels
 from aserve.sampling.gpu.pick_kernels import BLOCK
 
 NUM_WARPS = 4
-NUM_SEARCH_WARPS = 16
+NUM_SEARCH_WARPS = 8
 
 
 class PoolTarget(NamedTuple):
