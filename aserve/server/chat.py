@@ -98,4 +98,5 @@ def _choice(head: AnswerHead, choice: int, sink: CollectSink, names: TokenNames)
         "message": render_message(sink.text, reader),
         "logprobs": chat_logprobs(sink.logprobs, names) if wants_logprobs else None,
         "finish_reason": finish_reason_of(last.finish_reason, reader),
+        "stop_reason": last.stop_reason,
     }

@@ -69,11 +69,16 @@ class ChatFrames:
             logprobs, self._held_logprobs = self._held_logprobs, []
             frame += self._chunk(delta, logprobs)
         if reason is not None:
-            frame += self._chunk(NO_DELTA, finish_reason=finish_reason_of(reason, reader))
+            frame += self._finish_chunk(finish_reason_of(reason, reader), output.stop_reason)
         return (frame,) if frame else ()
 
-    def _chunk(self, delta: bytes, logprobs: Sequence[TokenLogprobs] = (), finish_reason: str | None = None) -> bytes:
+    def _chunk(self, delta: bytes, logprobs: Sequence[TokenLogprobs] = ()) -> bytes:
         scores = encode_json(chat_logprobs(logprobs, self._names)) if logprobs else b"null"
-        reason = b"null" if finish_reason is None else b'"%b"' % finish_reason.encode()
-        end = b',"logprobs":%b,"finish_reason":%b}' % (scores, reason)
-        return self._start + delta + end + self._head.chunk_end()
+        return self._start + delta + b',"logprobs":%b,"finish_reason":null}' % scores + self._head.chunk_end()
+
+    def _finish_chunk(self, reason: str, stop_reason: str | int | None) -> bytes:
+        fields = b',"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (
+            encode_text(reason),
+            encode_json(stop_reason),
+        )
+        return self._start + NO_DELTA + fields + self._head.chunk_end()

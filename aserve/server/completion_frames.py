@@ -78,6 +78,6 @@ class CompletionFrames:
         self._is_started = True
         if not text and logprobs is None and output.finish_reason is None:
             return ()
-        reason = b"null" if output.finish_reason is None else encode_json(output.finish_reason)
-        end = b',"logprobs":%b,"finish_reason":%b}' % (encode_json(logprobs), reason)
+        end = b',"logprobs":%b,"finish_reason":%b' % (encode_json(logprobs), encode_json(output.finish_reason))
+        end += b"}" if output.finish_reason is None else b',"stop_reason":%b}' % encode_json(output.stop_reason)
         return (self._text_start + encode_text(text) + end + self._head.chunk_end(),)

@@ -79,12 +79,13 @@ class ChatMessage(Answer):
 
 
 class ChatChoice(Answer):
-    """One of the ``n`` answers."""
+    """One of the ``n`` answers; ``stop_reason`` is the stop string or token id that matched."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | int | None
 
 
 class ChatCompletion(Answer):
@@ -126,12 +127,13 @@ class ChatDelta(Answer):
 
 
 class ChatChunkChoice(Answer):
-    """What is new in one of the ``n`` answers."""
+    """What is new in one of the ``n`` answers; the last chunk has ``stop_reason``."""
 
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: str | int | UnsetType | None = UNSET
 
 
 class ChatCompletionChunk(Answer):
@@ -156,21 +158,23 @@ class LegacyLogprobs(Answer):
 
 
 class CompletionChoice(Answer):
-    """One answer, numbered by prompt, then by ``n``."""
+    """One answer, numbered by prompt, then by ``n``; ``stop_reason`` is the stop string or token id that matched."""
 
     index: int
     text: str
     logprobs: LegacyLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | int | None
 
 
 class CompletionChunkChoice(Answer):
-    """What is new in one answer."""
+    """What is new in one answer; the last chunk has ``stop_reason``."""
 
     index: int
     text: str
     logprobs: LegacyLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: str | int | UnsetType | None = UNSET
 
 
 class CompletionChunk(Answer):

@@ -112,4 +112,5 @@ def _choice(head: AnswerHead, place: int, choice: Choice, sink: CollectSink) -> 
         "text": choice.echo.text + sink.text,
         "logprobs": logprobs,
         "finish_reason": last.finish_reason,
+        "stop_reason": last.stop_reason,
     }

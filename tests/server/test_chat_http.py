@@ -179,6 +179,27 @@ async def test_a_stop_string_ends_the_answer_though_tokens_behind_it_are_on_thei
         await live.until_idle()
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@in_loop
+async def test_what_ended_an_answer_is_told_with_its_end(path: str) -> None:
+    ids = demo_tokenizer().encode(REPLY)
+    prompt = {"prompt": [5, 9531, 198]} if path == "/v1/completions" else {"messages": [TURN]}
+    async with live_server(say(REPLY)) as live:
+        for fields, stop_reason in (
+            ({"stop": ["zzz", "kůň"]}, "kůň"),
+            ({"stop_token_ids": [ids[3]]}, ids[3]),
+            ({"max_tokens": 2}, None),
+            ({"max_tokens": 200}, None),  # the model's own end
+        ):
+            (plain,) = (await live.post(path, **prompt, **fields)).json()["choices"]
+            assert plain["stop_reason"] == stop_reason
+            *others, last = [
+                one["choices"][0] for one in events((await live.post(path, stream=True, **prompt, **fields)).text)
+            ]
+            assert (last["stop_reason"], last["finish_reason"]) == (stop_reason, plain["finish_reason"])
+            assert not [one for one in others if "stop_reason" in one]
+
+
 TURN = {"role": "user", "content": "hi"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
