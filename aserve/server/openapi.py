@@ -1,7 +1,7 @@
 """The OpenAPI document of the HTTP API, built from what the endpoints parse."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -166,12 +166,17 @@ def _add_lists(schema: Schema) -> None:
     properties = schema["properties"]
     for names, field in (
         (REFUSED, {"type": "null", "description": "not supported"}),
-        (HARMLESS, {"description": "not supported; a value that asks for nothing is accepted"}),
         (ACCEPTED_WITHOUT_EFFECT, {"description": "accepted, without effect"}),
     ):
         for name in sorted(names):
             properties.setdefault(name, field)
+    for name, values in HARMLESS.items():
+        properties.setdefault(name, _only(values))
     properties["response_format"] = FORMAT_SCHEMA
+
+
+def _only(values: Sequence[Any]) -> Schema:
+    return {"enum": [*values, None], "description": "not supported; these values ask for nothing"}
 
 
 def _response_schema(chat: Mapping[str, Any]) -> Schema:
@@ -183,6 +188,8 @@ def _response_schema(chat: Mapping[str, Any]) -> Schema:
         fields[name] = chat["properties"][name]
     for name in response_schema.REFUSED:
         fields[name] = {"type": "null", "description": "not supported"}
+    for name, values in response_schema.HARMLESS.items():
+        fields[name] = _only(values)
     for name, use in response_schema.RENAMED.items():
         fields[name] = {"enum": [None, False], "description": f"use {use}"}
     fields["include"]["items"] = {"enum": sorted(response_schema.INCLUDABLE)}

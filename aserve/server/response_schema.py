@@ -5,7 +5,7 @@ Fields that are in no list are ignored, as the protocol asks. How tokens are cho
 and what those refuse by name is refused here too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,14 @@ from aserve.server.reasoning import reasoning_variables
 from aserve.server.response_input import read_input, type_error, unsupported
 from aserve.server.response_items import Item
 from aserve.server.response_tools import ResponseTools, read_tools
-from aserve.server.schema import CommonBody, check_template_kwargs, convert_body, log_unknown, sampling_params
+from aserve.server.schema import (
+    CommonBody,
+    check_template_kwargs,
+    convert_body,
+    is_one_of,
+    log_unknown,
+    sampling_params,
+)
 from aserve.server.structured_request import GRAMMAR_FIELDS, grammar_from
 
 MAX_METADATA = 16
@@ -45,14 +52,14 @@ ACCEPTED_WITHOUT_EFFECT = schema.ACCEPTED_WITHOUT_EFFECT - WITH_EFFECT - {"moder
 
 # Would change the answer, so they are never ignored.
 REFUSED = schema.REFUSED | {"context_management", "conversation", "moderation", "prompt"}
-HARMLESS: dict[str, Callable[[Any], bool]] = {  # field -> is this value one that asks for nothing?
-    **{name: check for name, check in schema.HARMLESS.items() if name not in WITH_EFFECT},
-    "add_generation_prompt": lambda value: value is True,
-    "best_of": lambda value: value == 1,
-    "continue_final_message": lambda value: value is False,
-    "echo": lambda value: value is False,
-    "n": lambda value: value == 1,
-    "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
+HARMLESS: dict[str, tuple[Any, ...]] = {  # field -> the values that ask for nothing
+    **{name: values for name, values in schema.HARMLESS.items() if name not in WITH_EFFECT},
+    "add_generation_prompt": (True,),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "n": (1,),
+    "response_format": ({"type": "text"},),
 }
 RENAMED = {  # names of the other endpoints -> what to use here
     "logprobs": f"include: [{LOGPROBS_INCLUDE!r}]",
@@ -182,7 +189,7 @@ def _read(fields: Mapping[str, Any], name: str, types: Mapping[str, type] = FIEL
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
     for name in sorted(fields.keys() & (REFUSED | HARMLESS.keys())):
-        if name in REFUSED or not HARMLESS[name](fields[name]):
+        if name in REFUSED or not is_one_of(fields[name], HARMLESS[name]):
             raise unsupported(name, name)
     for name in RENAMED.keys() & fields.keys():
         if fields[name] is not False:  # logprobs

@@ -8,7 +8,7 @@ change the answer, so their use is refused by name. Fields in no list are ignore
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -40,14 +40,14 @@ ACCEPTED_WITHOUT_EFFECT = frozenset({
     "safety_identifier", "service_tier", "store", "user", "verbosity",
 })  # fmt: skip
 
-HARMLESS: dict[str, Callable[[Any], bool]] = {  # field -> is this value one that asks for nothing?
-    "tools": lambda value: value == [],
-    "functions": lambda value: value == [],
-    "tool_choice": lambda value: value in ("none", "auto"),
-    "function_call": lambda value: value in ("none", "auto"),
-    "modalities": lambda value: value == ["text"],
-    "suffix": lambda value: value == "",
-    "use_beam_search": lambda value: value is False,
+HARMLESS: dict[str, tuple[Any, ...]] = {  # field -> the values that ask for nothing
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "use_beam_search": (False,),
 }
 REFUSED = frozenset({
     "audio", "bad_words", "chat_template", "documents", "grammar", "guided_whitespace_pattern", "logits_processors",
@@ -250,11 +250,16 @@ def _client_error(error: msgspec.ValidationError) -> ClientError:
 
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    for name, is_harmless in HARMLESS.items():
-        if name in fields and not is_harmless(fields[name]):
+    for name, values in HARMLESS.items():
+        if name in fields and not is_one_of(fields[name], values):
             raise ClientError(f"{name} is not supported", param=name, code="unsupported_parameter")
     if refused := sorted(REFUSED & fields.keys()):
         raise ClientError(f"{refused[0]} is not supported", param=refused[0], code="unsupported_parameter")
+
+
+def is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether ``value`` is one of ``values`` and of its type: in JSON, 1 is not true."""
+    return any(type(value) is type(one) and value == one for one in values)
 
 
 def sampling_params(fields: CommonBody, vocab_size: int, **others: Any) -> SamplingParams:
