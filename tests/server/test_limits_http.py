@@ -247,11 +247,12 @@ async def test_extreme_sampling_fields_disturb_no_neighbour() -> None:
         await live.check_alive()
 
 
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, completion()), (CHAT, chat("hi"))])
 @in_loop
-async def test_silence_is_filled_with_comments_before_and_between_tokens() -> None:
+async def test_silence_is_filled_with_comments_before_and_between_tokens(path: str, body: bytes) -> None:
     async with (
         live_server(cheap, step_time_s=0.5, keep_alive_s=0.1) as live,
-        raw_post(live, COMPLETIONS, {"prompt": [5, *CUE], "stream": True}) as (reader, _),
+        raw_post(live, path, {**json.loads(body), "stream": True}) as (reader, _),
     ):
         assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
         for _ in range(3):

@@ -3,7 +3,10 @@
 import asyncio
 import socket as sockets
 import struct
+import sys
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import openai
@@ -127,6 +130,38 @@ async def test_what_is_not_stored_is_not_found() -> None:
         for response_id in (answer.id, over_socket[-1]["response"]["id"]):
             with pytest.raises(openai.NotFoundError):
                 await client.responses.retrieve(response_id)
+
+
+HOSTILE = ("../../etc/passwd", "/etc/passwd", "%2e%2e/x", "x" * 4_000, "\0", "resp_\0", "resp_'; --", "..", " resp_1")
+
+
+@in_loop
+async def test_hostile_ids_are_keys_and_no_paths(tmp_path: Path) -> None:
+    opened: list[str] = []
+    is_watching = False
+
+    def watch(event: str, arguments: Any) -> None:
+        if is_watching and event in ("open", "os.listdir", "os.scandir", "sqlite3.connect"):
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(watch)
+    store = f"sqlite:///{tmp_path / 'responses.db'}"
+    async with scripted_server(response_store=store) as live, httpx.AsyncClient(base_url=live.http_url) as http:
+        assert (await http.post("/v1/responses", json={"input": "say a"})).status_code == 200
+        await http.get("/v1/responses/resp_unknown")
+        is_watching = True
+        for name in HOSTILE:
+            path = f"/v1/responses/{quote(name, safe='')}"
+            for method, suffix in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+                answer = await http.request(method, path + suffix)
+                assert answer.status_code in (400, 404, 405), (name, method)
+                assert "passwd" not in answer.text
+                assert "%2e" not in answer.text
+            answer = await http.post("/v1/responses", json={"input": "say a", "previous_response_id": name})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "previous_response_not_found")
+            assert "passwd" not in answer.text
+        is_watching = False
+        assert opened == []
 
 
 @in_loop
