@@ -124,6 +124,8 @@ class Scheduler:
         seq = self._sequences.get(request_id)
         if seq is None:
             return False
+        if reason is not FinishReason.ERROR and seq.num_output_tokens:  # found at once, like what ends by itself
+            self._memory.publish(seq, len(seq.token_ids) - 1)
         self._finish(seq, reason)
         return True
 

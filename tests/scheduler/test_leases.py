@@ -49,6 +49,22 @@ def test_a_leased_conversation_survives_what_evicts_all_else() -> None:
     loop.check_outcomes()
 
 
+def test_a_turn_that_comes_at_once_finds_the_one_that_was_just_aborted() -> None:
+    loop = StepLoop(limits(), depth=1)
+    first = loop.add(request("first", [1] * 18, "lane", max_tokens=40, min_tokens=40))
+    while len(first.token_ids) < 9:
+        loop.turn()
+    assert loop.device.pending, "a step that still contains it is on its way"
+    spoken = [1] * 18 + first.token_ids
+    loop.abort("first")
+    second = loop.add(request("second", [*spoken, 3], "lane"))
+    loop.run()
+    assert second.num_cached_tokens == (len(spoken) - 1) // 4 * 4
+    loop.scheduler.end_lease("lane")
+    loop.check_idle()
+    loop.check_outcomes()
+
+
 def test_a_turn_that_comes_at_once_finds_the_one_that_has_just_ended() -> None:
     loop = StepLoop(limits(), depth=1)
     first = loop.add(request("first", [1] * 18, max_tokens=6, stop_token_ids=list(range(12)), min_tokens=4))
