@@ -28,15 +28,17 @@ class FunctionTool:
     is_strict: bool
 
     def enforced_schema(self) -> dict[str, Any]:
-        """Return the schema that a grammar holds calls to.
+        """Return the schema that a grammar holds calls to: that of an object, whether it says so or not.
 
         Arguments that it does not name are not written unless it asks for them: nobody waits for any, and a model
         that may make them up does not stop.
         """
         schema = dict(self.parameters)
-        if "properties" in schema and not any(form in schema for form in OPEN_FORMS):
+        if any(form in schema for form in OPEN_FORMS):
+            return schema
+        if "properties" in schema:
             schema.setdefault("additionalProperties", False)
-        return schema
+        return {"type": "object", **schema}
 
     def template_form(self) -> dict[str, Any]:
         """Return what chat templates know as a tool."""

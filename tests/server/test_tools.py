@@ -7,10 +7,12 @@ from doubles_http import demo_tokenizer
 from doubles_parsing import WEATHER
 from doubles_structured import demo_compiler
 
-from aserve.config import ServerConfig
+from aserve.config import Config, EngineConfig, ServerConfig
+from aserve.engine.async_engine import AsyncEngine
 from aserve.errors import ClientError, ConfigError
 from aserve.request import GrammarSpec, SamplingParams
 from aserve.server.answer_style import AnswerPlan, AnswerStyle
+from aserve.server.state import ServerState
 from aserve.server.tools import FunctionTool, ToolOptions, check_function, check_tools
 
 PROMPT = tuple(demo_tokenizer().encode_chat([{"role": "user", "content": "hi"}]))
@@ -130,6 +132,14 @@ def test_arguments_that_a_schema_does_not_name_are_written_only_where_it_asks_fo
         assert tool.template_form()["function"]["parameters"] == schema
 
 
+def test_arguments_are_an_object_though_the_schema_does_not_say_so() -> None:
+    for schema in ({}, {"properties": {"city": {}}}, {"description": "any"}):
+        tool = check_function("tools[0]", name="get_weather", parameters=schema)
+        required = plan(options(tools=(tool,), choice="required"))
+        assert allows(required, CALL)
+        assert not allows(required, CALL.replace('{"city": "Prague"}', "5"))
+
+
 def test_what_is_too_long_to_be_enforced_is_refused_by_name() -> None:
     tool = check_function("tools[0]", name="f", parameters={"type": "object", "description": "x" * 140_000})
     assert plan(options(tools=(tool,))).params.grammar is None
@@ -186,3 +196,5 @@ def test_reasoning_that_the_prompt_or_a_continued_answer_has_begun_goes_on() -> 
 def test_unknown_parsers_are_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="unknown tool parser 'x'"):
         AnswerStyle(demo_tokenizer(), ServerConfig(tool_call_parser="x"))
+    with pytest.raises(ConfigError, match="unknown reasoning parser 'x'"):
+        ServerState(AsyncEngine(EngineConfig()), Config(server=ServerConfig(reasoning_parser="x")))

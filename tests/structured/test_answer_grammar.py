@@ -1,12 +1,15 @@
 """What grammars of whole answers allow is what the parsers read as the same calls, and nothing else."""
 
 import json
+import random
 from typing import Any
 
+import jsonschema
+import numpy as np
 import pytest
 from doubles_http import demo_tokenizer
 from doubles_parsing import TOOLS, WEATHER, parse
-from doubles_structured import demo_compiler
+from doubles_structured import EOS, allowed, demo_compiler
 
 from aserve.errors import ClientError
 from aserve.parsing.registry import tool_parser
@@ -199,3 +202,46 @@ def test_rules_survive_the_way_to_the_compiler() -> None:
     assert AnswerRules.of(full.spec()) == full
     with pytest.raises(ClientError, match="cannot be read"):
         AnswerRules.of(GrammarSpec("answer", '{"functions": 5}'))
+
+
+WALKED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string", "maxLength": 6},
+        "n": {"type": "integer", "minimum": -5, "maximum": 500},
+        "e": {"type": "string", "enum": ["a b", 'c"d', "}"]},
+        "l": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+        "x": {"type": ["integer", "null"]},
+    },
+    "required": ["n", "e"],
+    "additionalProperties": False,
+}
+
+
+def walk(answer_rules: AnswerRules, rng: random.Random) -> str:
+    """Return an answer of tokens that are drawn from those that the grammar allows."""
+    matcher, ids = demo_compiler().compile(answer_rules.spec()).start(), []
+    while not matcher.is_stopped():
+        mask = allowed(np.frombuffer(matcher.compute_bitmask(), np.int32))
+        if EOS in mask and (len(mask) == 1 or rng.random() < 0.6):
+            break
+        ids.append(rng.choice(sorted(mask - {EOS})))
+        matcher.consume_token(ids[-1])
+    assert matcher.is_accepting()
+    return b"".join(map(demo_tokenizer().token_bytes, ids)).decode()
+
+
+@pytest.mark.parametrize("syntax", CALLS)
+def test_whatever_a_grammar_allows_is_read_as_calls_that_keep_to_their_schemas(syntax: str) -> None:
+    named = {key: value for key, value in WALKED["properties"].items() if (key, syntax) != ("s", "qwen3_coder")}
+    tools = {"f": {**WALKED, "properties": named}, "g": {**WALKED, "properties": {}, "required": []}}
+    for seed in range(6):  # a plain string has no bounds where it stands without quotes
+        is_single = seed % 2 == 0
+        calling = rules(syntax, functions=tuple(tools.items()), is_single=is_single, is_harmony=False)  # no reasoning
+        text = walk(calling, random.Random(seed))
+        content, reasoning, calls = parse(tool_parser(CALLS[syntax][0], tools), list(text))
+        assert (content, reasoning) == ("", ""), text
+        assert calls
+        assert len(calls) == 1 or not is_single
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), tools[name])
