@@ -107,12 +107,22 @@ async def served_model(url: str, key: str | None) -> str:
 
 async def fetch(server: Server, path: str) -> bytes:
     """Return the body of a GET; raises AserveError if there is no server or it answers with anything but 200."""
+    return await _exchange(server, path, http_request("GET", path, server.netloc, server.headers), LOOKUP_TIMEOUT_S)
+
+
+async def post(server: Server, path: str, content: bytes) -> bytes:
+    """Return the body of the answer to a POST of JSON; raises AserveError as ``fetch`` does."""
+    request = http_request("POST", path, server.netloc, server.headers, content)
+    return await _exchange(server, path, request, server.timeout_s)
+
+
+async def _exchange(server: Server, path: str, request: bytes, timeout_s: float) -> bytes:
     url = server.url
     host, port, secure = _address(url)
     try:
-        async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host, port, ssl=secure)
-            writer.write(http_request("GET", path, server.netloc, server.headers))
+            writer.write(request)
             head, _, body = (await reader.read()).partition(b"\r\n\r\n")
             writer.close()
     except OSError as error:  # TimeoutError is one

@@ -17,6 +17,7 @@ def add_bench(commands: Any) -> None:
     kinds = bench.add_subparsers(title="kinds", required=True, metavar="KIND")
     _add_offline(kinds)
     _add_serve(kinds)
+    _add_tool_loop(kinds)
     _add_kernels(kinds)
 
 
@@ -76,6 +77,29 @@ def _add_serve(kinds: Any) -> None:
     _add_requests(serve.add_argument_group("requests"))
     _add_findings(serve.add_argument_group("results"))
     add_json(serve)
+
+
+def _add_tool_loop(kinds: Any) -> None:
+    loop = add_command(
+        kinds,
+        "tool-loop",
+        "bench.tool_loop",
+        "measure a loop of tools on one WebSocket against the same loop over HTTP: tokens recomputed and time, by turn",
+    )
+    add_settings(loop, "engine", with_model=True)
+    group = loop.add_argument_group("loop")
+    group.add_argument("--turns", type=positive, default=20, metavar="N", help="calls of a tool (default: 20)")
+    group.add_argument(
+        "--result-words", type=positive, default=100, metavar="N", help="words of each tool's result (default: 100)"
+    )
+    group.add_argument(
+        "--temperature", type=not_negative, default=0.0, metavar="X", help="of the calls (default: 0, greedy)"
+    )
+    group.add_argument(
+        "--repeat", type=positive, default=1, metavar="N",
+        help="runs of both loops in turn, each on a new engine, with medians of the times (default: 1)",
+    )  # fmt: skip
+    add_json(loop)
 
 
 def _add_arrivals(group: Any) -> None:
