@@ -247,16 +247,20 @@ async def test_extreme_sampling_fields_disturb_no_neighbour() -> None:
         await live.check_alive()
 
 
-@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, completion()), (CHAT, chat("hi"))])
+@pytest.mark.parametrize(
+    ("path", "body", "token"),
+    [(COMPLETIONS, completion(), b'"text":"'), (CHAT, chat("hi"), b'"delta":{"content":"')],
+    ids=["completions", "chat"],
+)
 @in_loop
-async def test_silence_is_filled_with_comments_before_and_between_tokens(path: str, body: bytes) -> None:
+async def test_silence_is_filled_with_comments_before_and_between_tokens(path: str, body: bytes, token: bytes) -> None:
     async with (
         live_server(cheap, step_time_s=0.5, keep_alive_s=0.1) as live,
         raw_post(live, path, {**json.loads(body), "stream": True}) as (reader, _),
     ):
         assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
         for _ in range(3):
-            silence = await asyncio.wait_for(reader.readuntil(b"data: "), 10)
+            silence = await asyncio.wait_for(reader.readuntil(token), 10)
             assert silence.count(b": keep-alive\n\n") >= 2
     async with live_server(cheap, step_time_s=0.3, keep_alive_s=0.0) as live:
         assert ": " not in (await live.complete(max_tokens=2, stream=True)).text.replace("data: ", "")
