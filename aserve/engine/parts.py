@@ -31,7 +31,8 @@ class EngineParts:
 def load_parts(config: EngineConfig, runner: ModelRunner | None, tokenizer: Tokenizer | None) -> EngineParts:
     """Locate and load the model, unless ``runner`` and ``tokenizer`` are given, and run the warm-up steps."""
     name = config.served_model_name or config.model or "scripted"
-    if runner is None and config.device != "cuda":
+    is_given = runner is not None
+    if not is_given and config.device != "cuda":
         build_ahead()
     files = None
     if runner is None or tokenizer is None:
@@ -42,9 +43,10 @@ def load_parts(config: EngineConfig, runner: ModelRunner | None, tokenizer: Toke
     if runner is None:
         assert files is not None
         runner = _build_runner(config, files, compiler)
-        compiler.load_vocabulary()  # the first grammar would hold up every stream for it
     try:
         runner.warm_up()
+        if not is_given and compiler.eos_token_ids:  # without an end token there are no grammars
+            compiler.load_vocabulary()  # the first grammar would hold up every stream for it
     except BaseException:
         runner.close()
         raise
