@@ -83,8 +83,12 @@ def check_answer(path: str, case: Case, status: int, kind: str, body: bytes) -> 
 
 
 def fuzz_frames(live: Live, seed: int, number: int) -> Counter[str]:
-    """Send malformed messages on sockets that have to stay open, and a good one after every ten."""
+    """Send malformed messages on sockets that have to stay open, and a good one after every ten.
+
+    What is no JSON object is told so, once each.
+    """
     seen: Counter[str] = Counter()
+    num_not_json = 0
     messages = cases(seed, FRAMES)
     chance = random.Random(seed)
     url = live.url.replace("http", "ws") + "/v1/responses"
@@ -92,13 +96,15 @@ def fuzz_frames(live: Live, seed: int, number: int) -> Counter[str]:
         with connect(url, proxy=None, max_size=None, compression=None) as client:
             for _ in range(min(200, number - start) // 10):
                 for case in itertools.islice(messages, 10):
-                    send_whole_or_in_pieces(client, case.payload, chance)
+                    text = case.payload.decode(errors="ignore")  # what is no UTF-8 breaks a rule of the protocol
+                    num_not_json += not Case(text.encode()).is_object
+                    send_whole_or_in_pieces(client, text, chance)
                 check_alive(client, seen)
+    assert sum(seen[code] for code in NOT_JSON) == num_not_json
     return seen
 
 
-def send_whole_or_in_pieces(client: ClientConnection, payload: bytes, chance: random.Random) -> None:
-    text = payload.decode(errors="ignore")  # text that is no UTF-8 breaks a rule of the protocol; see below
+def send_whole_or_in_pieces(client: ClientConnection, text: str, chance: random.Random) -> None:
     if len(text) > 1 and chance.random() < 0.1:
         middle = chance.randrange(len(text))
         client.send([text[:middle], text[middle:]])
@@ -122,6 +128,7 @@ def check_alive(client: ClientConnection, seen: Counter[str]) -> None:
         if event["type"] == "error":
             assert event["status"] in (400, 404, 429), event
             assert event["error"]["message"]
+            seen[event["error"]["code"]] += 1
         elif event["type"] in TERMINAL:
             assert event["type"] != "response.failed", event
             if event["response"]["metadata"] == {"my": "own"} and "stream_id" not in event:
