@@ -34,10 +34,16 @@ class XmlCall:
         self._properties: Mapping[str, Any] | None = None  # once the call has begun
         self._num_values = 0
         self._is_closed = False
+        self._pieces: list[str] = []  # that are not in the buffer yet
+        self._value_end: str | None = None  # of the value that goes on, as long as what ends one may begin in it
 
     def push(self, text: str) -> list[ParsedDelta]:
         """Take the next piece."""
-        self._buffer += text
+        self._pieces.append(text)
+        if self._value_end is not None and not self._ends_value(text):
+            return []  # nearly every piece of a long value
+        self._buffer += "".join(self._pieces)
+        self._pieces.clear()
         deltas: list[ParsedDelta] = []
         while self.state is ReaderState.OPEN and self._advance(deltas):
             pass
@@ -50,6 +56,11 @@ class XmlCall:
         elif self.state is ReaderState.OPEN:
             self.state = ReaderState.DONE
         return []
+
+    def _ends_value(self, text: str) -> bool:
+        seen = f"{self._value_end}{text}"
+        self._value_end = seen[1 - len(END_OF_VALUE) :]
+        return END_OF_VALUE in seen
 
     def _advance(self, deltas: list[ParsedDelta]) -> bool:
         if self._properties is None:
@@ -80,7 +91,9 @@ class XmlCall:
             return self._read_end(deltas)
         end = self._buffer.find(END_OF_VALUE, opening.end())
         if end < 0:
+            self._value_end = self._buffer[1 - len(END_OF_VALUE) :]
             return False
+        self._value_end = None
         key, text = opening[1].strip(), self._buffer[opening.end() : end]
         value = convert_value(text.removeprefix("\n").removesuffix("\n"), properties.get(key))
         pair = f"{', ' if self._num_values else ''}{orjson.dumps(key).decode()}: {orjson.dumps(value).decode()}"

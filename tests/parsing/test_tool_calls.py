@@ -1,6 +1,7 @@
 """Calls in the formats that model families publish, cut everywhere; what is no call stays text."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -248,3 +249,15 @@ def test_any_arguments_survive(arguments: dict[str, Any]) -> None:
     for text in (json.dumps(arguments), json.dumps(arguments, ensure_ascii=False, indent=1)):
         answer = f'<tool_call>{{"name": "f", "arguments": {text}}}</tool_call>'
         assert parse(tool_parser("hermes", TOOLS), list(answer)) == ("", "", [("f", text)])
+
+
+def test_a_long_value_takes_time_in_proportion() -> None:
+    def seconds(num_pieces: int) -> float:
+        parser = tool_parser("qwen3_coder", TOOLS)
+        text = "<tool_call><function=get_weather><parameter=city>", "</par x", "</parameter></function></tool_call>"
+        started = time.process_time()
+        found = parse(parser, [text[0], *[text[1] * 4] * num_pieces, *text[2]])
+        assert found == ("", "", [("get_weather", json.dumps({"city": text[1] * 4 * num_pieces}))])
+        return time.process_time() - started
+
+    assert min(seconds(20_000) for _ in range(3)) < 10 * min(seconds(5_000) for _ in range(3))  # 16 if quadratic
