@@ -161,7 +161,10 @@ async def count_input_tokens(state: ServerState, scope: Scope, receive: Receive)
     """Return how long the prompt of a response would be."""
     request, previous = await _read_request(state, scope, receive)
     run = new_run(state, request, Outlet(Unheard()), sse_frames)
-    return {"object": "response.input_tokens", "input_tokens": await run.encode(previous)}
+    try:
+        return {"object": "response.input_tokens", "input_tokens": await run.encode(previous)}
+    finally:
+        run.close()
 
 
 async def refuse_compaction(scope: Scope, receive: Receive) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from doubles_engine import until
+from doubles_responses import plain
 from doubles_socket import (
     TERMINAL,
     Live,
@@ -86,9 +87,8 @@ class WatchedRun(ResponseRun):
     __slots__ = ("__weakref__",)
 
 
-@in_loop
-@pytest.mark.parametrize("how", ["completed", "failed", "cancelled"])
-async def test_nothing_of_a_response_waits_for_the_garbage_collector(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def watch_runs(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[ResponseRun]]:
+    """Return the runs that will be made, while no garbage is collected."""
     runs: list[weakref.ref[ResponseRun]] = []
 
     def start(*args: Any, **options: Any) -> ResponseRun:
@@ -99,6 +99,13 @@ async def test_nothing_of_a_response_waits_for_the_garbage_collector(how: str, m
     monkeypatch.setattr(response_start, "ResponseRun", start)
     monkeypatch.setattr(gc, "collect", lambda generation=2: 0)  # the engine collects when it is idle
     monkeypatch.setattr(gc, "enable", lambda: None)
+    return runs
+
+
+@in_loop
+@pytest.mark.parametrize("how", ["completed", "failed", "cancelled"])
+async def test_nothing_of_a_response_waits_for_the_garbage_collector(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = watch_runs(monkeypatch)
     async with scripted_server(step_time_s=0.002) as live:
         gc.disable()
         async with live.connect() as connection:
@@ -112,6 +119,17 @@ async def test_nothing_of_a_response_waits_for_the_garbage_collector(how: str, m
         async with live.connect() as connection:  # the step loop's variables go on to another stream
             await respond(connection, input="say b")
         await until(lambda: runs[0]() is None and session() is None, 2)
+    monkeypatch.undo()
+    gc.enable()
+
+
+@in_loop
+async def test_counting_tokens_leaves_nothing_for_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = watch_runs(monkeypatch)
+    async with scripted_server() as live, plain(live) as client:
+        gc.disable()
+        assert (await client.post("/responses/input_tokens", json={"input": "abc"})).json()["input_tokens"] == 4
+        await until(lambda: runs[0]() is None, 2)
     monkeypatch.undo()
     gc.enable()
 
