@@ -65,8 +65,8 @@ class LaneSteering:
     def end(self) -> None:
         """Learn that nothing more follows the target."""
         if self._target is not None:
-            number = self._target.events.take_number()
-            self._ended = EndedResponse(self._target.response_id, self._target.status, number)
+            events = self._target.events
+            self._ended = EndedResponse(events.response_id, self._target.status, events.next_number)
             self._target = None
 
     def take(self, steer: Steer) -> None:

@@ -58,11 +58,12 @@ class LiveResponse:
         self._timer = asyncio.get_running_loop().call_later(self._grace_s, on_forgotten)
 
     def close(self) -> None:
-        """Stop what runs for this response. Idempotent."""
+        """Stop what runs for this response, and let its readers go. Idempotent."""
         self._stop_timer()
         if self.run is not None:
             self.run.close()
             self.run = None
+        self.log.complete()
 
     def _give_up(self) -> None:
         self._timer = None

@@ -110,6 +110,11 @@ class ResponseEvents:
         """True once a call has begun."""
         return isinstance(self._open, OpenCall) or any(isinstance(item, Call) for item in self.items)
 
+    @property
+    def next_number(self) -> int:
+        """The sequence number of the event that comes next."""
+        return self._sequence_number
+
     def opening(self) -> list[Event]:
         """Return the events that say the response was accepted."""
         response = encoded(self._response(self._status))

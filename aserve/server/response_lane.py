@@ -163,6 +163,7 @@ class Lane:
         live = self.owner.state.live_responses.find(response_id)
         if live is None:
             raise NotFoundError("no such response can be resumed", param="response_id", code="response_not_found")
+        live.log.check_start(start)
         run = self.running = live.run
         if run is not None:
             self.steering.begin(run)

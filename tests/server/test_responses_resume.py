@@ -151,6 +151,38 @@ async def test_a_socket_resumes_what_another_socket_or_http_began() -> None:
         assert error["error"]["param"] == "starting_after"
 
 
+@in_loop
+async def test_a_place_that_is_refused_leaves_the_numbers_of_the_response_as_they_are() -> None:
+    async with scripted_server(step_time_s=0.01) as live, live.connect() as socket, live.connect() as other:
+        await send(socket, **RESUMABLE)
+        events = await receive_until(socket, "response.output_text.delta")
+        response_id = events[0]["response"]["id"]
+        for message in ({"starting_after": 10**6}, {"starting_after": 0}):
+            await send(other, "response.resume", response_id=response_id, **message)
+        (error,) = await receive_until(other, "error")
+        assert error["error"]["param"] == "starting_after"
+        events += await receive_until(socket, *TERMINAL)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert await receive_until(other, *TERMINAL) == events[1:]
+
+
+@in_loop
+async def test_deleting_a_response_ends_those_who_read_it() -> None:
+    async with scripted_server(step_time_s=0.01) as live, plain(live) as client, live.connect() as socket:
+        await send(socket, **RESUMABLE)
+        events = await receive_until(socket, "response.output_text.delta")
+        response_id = events[0]["response"]["id"]
+        reading = asyncio.create_task(read_from(client, response_id, None))
+        await until(lambda: len(live.state.live_responses.find(response_id).log._readers) == 2, 3)  # type: ignore[union-attr]
+        assert (await client.delete(f"/responses/{response_id}")).status_code == 200
+        events += await receive_until(socket, *TERMINAL)
+        assert events[-1]["response"]["status"] == "cancelled"
+        async with asyncio.timeout(3):
+            assert await reading == events
+            assert text_of(await respond(socket, input="say more")) == "more"
+        await live.become_idle()
+
+
 async def wander(live: Live, seed: int) -> None:
     """Begin one response in some way, perhaps leave it, perhaps come back."""
     dice = random.Random(seed)
