@@ -117,10 +117,10 @@ class Lane:
             if payload["type"] == "response.resume":
                 await self._resume(payload)
                 return
+            fields = await resolve_references(payload, self.owner.state.archive)
             if payload["type"] == "response.append":
-                request = self._appended(payload)
+                request = self._appended(fields)
             else:
-                fields = await resolve_references(payload, self.owner.state.archive)
                 request = parse_create(fields, self.owner.state.engine.limits.vocab_size)
             if request.background:
                 raise unsupported("background", "background on a WebSocket")

@@ -122,6 +122,11 @@ async def test_an_append_goes_on_with_the_settings_of_the_latest_response() -> N
         assert response["previous_response_id"] == first[-1]["response"]["id"]
         assert {name: response[name] for name in settings} == settings
         assert response["usage"]["input_tokens"] == len("be kind\nsay a\na\nsay b\n")
+        (said,) = (await respond(socket, input="say d", stream_id="B"))[-1]["response"]["output"]
+        item_of = {"type": "item_reference", "id": said["id"]}
+        await send(socket, "response.append", input=[item_of, item], stream_id="A")
+        third = (await receive_until(socket, *TERMINAL))[-1]["response"]
+        assert third["usage"]["input_tokens"] == len("be kind\nsay a\na\nsay b\nb\nd\nsay b\n")
         await send(socket, "response.append", input=[], stream_id="A")
         (error,) = await receive_until(socket, *TERMINAL)
         assert (error["error"]["param"], error["stream_id"]) == ("input", "A")
