@@ -12,7 +12,7 @@ from aserve.store.sqlite import SqliteStore
 def open_store(url: str, *, max_bytes: int, max_age_s: float) -> ResponseStore:
     """Return the store that ``url`` names: ``memory``, ``sqlite:///PATH`` with an absolute or relative path, or Redis.
 
-    ``sqlite:///kept.db`` is a file in the working folder, ``sqlite:////var/kept.db`` one at the root. Raises
+    ``sqlite:///kept.db`` is a file in the working folder, ``sqlite:////var/kept.db`` one at the root.
     ``redis://HOST:PORT/DB`` may have a user and a password before the host; with TLS it is ``rediss``. Raises
     ConfigError for any other URL, for a file that cannot be used and for a Redis that does not answer.
     """
