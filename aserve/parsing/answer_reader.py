@@ -96,7 +96,7 @@ class AnswerReader:
     def has_whole_calls(self) -> bool:
         """Whether there are calls, and the arguments of the last one are complete."""
         calls = self.calls
-        return bool(calls) and _is_object(calls[-1].arguments)
+        return bool(calls) and is_object(calls[-1].arguments)
 
     def _follow(self, parsed: list[ParsedDelta]) -> list[AnswerDelta]:
         """Return ``parsed`` with the ends of parts in between."""
@@ -141,7 +141,8 @@ def _begin(delta: ParsedDelta) -> AnswerPart:
     return CallPart(delta.index, delta.id, delta.name, "")
 
 
-def _is_object(text: str) -> bool:
+def is_object(text: str) -> bool:
+    """Whether ``text`` is the whole JSON of an object."""
     try:
         return isinstance(orjson.loads(text), dict)
     except orjson.JSONDecodeError:

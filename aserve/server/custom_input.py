@@ -8,6 +8,7 @@ import re
 
 import orjson
 
+from aserve.parsing.answer_reader import is_object
 from aserve.server.response_turns import CUSTOM_INPUT
 
 HEAD = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
@@ -37,6 +38,13 @@ class CustomInput:
         if not self._is_inside and not self._is_foreign:
             self._look_for_head()
         return self._read_string() if self._is_inside else ""
+
+    def is_whole(self, *, has_stopped: bool) -> bool:
+        """Whether nothing of the input is missing, before ``flush``; plain text is whole if its writer has stopped."""
+        if self._is_inside:
+            return self.is_over
+        text = self._buffer.lstrip()
+        return is_object(text) if text.startswith("{") else has_stopped
 
     def flush(self) -> str:
         """Return the rest of the input, at the end of the arguments."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from aserve.parsing.answer_reader import is_object
 from aserve.server.custom_input import CustomInput
 from aserve.server.portable_reasoning import pack_reasoning
 from aserve.server.response_items import CustomCallItem, FunctionCallItem, Item, MessageItem, ReasoningItem
@@ -136,7 +137,7 @@ class OpenReasoning:
 class OpenCall:
     """A call of a tool.
 
-    One that is cut short is not reported as done, for agents run what is; a continuation is not told of it.
+    An incomplete one is not reported as done, for agents run what is; a continuation is not told of it.
     """
 
     def __init__(self, item_id: str, output_index: int, call_id: str, tool: ToolName) -> None:
@@ -164,6 +165,15 @@ class OpenCall:
         self._texts.append(text)
         return text
 
+    def is_whole(self, *, has_stopped: bool) -> bool:
+        """Whether nothing is missing: an answer may end within it, at a stop string for one.
+
+        ``has_stopped``: the answer has not reached its length, nor was it ended.
+        """
+        if self._input is not None:
+            return self._input.is_whole(has_stopped=has_stopped)
+        return is_object("".join(self._texts))
+
     def announced(self) -> dict[str, Any]:
         """Return the item with nothing in it."""
         return self._item("in_progress", "")
@@ -175,21 +185,13 @@ class OpenCall:
     def close(self, status: str) -> ClosedItem:
         """End arguments and item."""
         text = "".join(self._texts)
-        if status != "completed" and not self._is_whole(text):
+        if status != "completed":
             return ClosedItem([], encoded(self._item(status, text)), None, is_done=False)
         said = {"input": text} if self._tool.is_custom else {"name": self._tool.name, "arguments": text}
         make_item = CustomCallItem if self._tool.is_custom else FunctionCallItem
         kept = make_item(self._call_id, self._tool.name, text, self._tool.namespace)
         item = encoded(self._item("completed", text))
         return ClosedItem([(self._done_type, {**self.place, **said})], item, kept)
-
-    def _is_whole(self, text: str) -> bool:
-        if self._input is not None:
-            return self._input.is_over
-        try:
-            return isinstance(orjson.loads(text), dict)
-        except orjson.JSONDecodeError:
-            return False
 
     def _item(self, status: str, text: str) -> dict[str, Any]:
         kind, field = ("custom_tool_call", "input") if self._tool.is_custom else ("function_call", "arguments")

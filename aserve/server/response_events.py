@@ -187,7 +187,8 @@ class ResponseEvents:
         is_completed = status is ResponseStatus.COMPLETED
         if is_completed and self._request.generate and self._open is None and not self._output:
             self._begin(OpenMessage(*self._next_place("msg", events)), events)
-        self._close_open(events, "completed" if is_completed else "incomplete")
+        is_whole = self._open.is_whole(has_stopped=is_completed) if isinstance(self._open, OpenCall) else is_completed
+        self._close_open(events, "completed" if is_whole else "incomplete")
         self._status = status
         response = self._response(status, usage=usage, completed_at=completed_at, error=error, reason=reason)
         self._final = orjson.dumps(response)

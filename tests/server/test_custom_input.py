@@ -57,6 +57,21 @@ def test_what_is_shown_never_runs_ahead() -> None:
     assert reader.flush() == ""
 
 
+@pytest.mark.parametrize("written", WRITTEN)
+def test_whatever_is_cut_is_known_not_to_be_whole(written: str) -> None:
+    ends = next(end for end in range(len(written) + 1) if read([written[:end]])[1] == SPOKEN)
+    for end in range(1, len(written) + 1):
+        reader = CustomInput()
+        reader.push(written[:end])
+        for has_stopped in (False, True):
+            assert reader.is_whole(has_stopped=has_stopped) is (
+                end > ends if "why" not in written[:20] else end == len(written)
+            )
+    plain = CustomInput()
+    plain.push("just text")
+    assert (plain.is_whole(has_stopped=False), plain.is_whole(has_stopped=True)) == (False, True)
+
+
 @pytest.mark.parametrize(
     ("written", "text"),
     [

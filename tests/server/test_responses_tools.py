@@ -211,6 +211,25 @@ async def test_a_call_that_is_cut_is_never_reported_as_done() -> None:
 
 
 @in_loop
+async def test_a_stop_string_within_a_call_leaves_it_incomplete() -> None:
+    async with scripted_server() as live, live.connect() as socket:
+        for spoken, stop in (
+            (call("get_weather", OSLO), "slo"),
+            (call("apply_patch", '{"input": "abcdef"}'), "def"),
+            (call("get_weather", OSLO), "</tool_call>"),
+        ):
+            is_cut = stop != "</tool_call>"
+            events = await respond(socket, input=f"say {spoken}", tools=TOOLS, stop=stop)
+            check_stream(events)
+            response = events[-1]["response"]
+            assert response["status"] == "completed"
+            (item,) = response["output"]
+            assert item["status"] == ("incomplete" if is_cut else "completed")
+            done = {"response.output_item.done", "response.function_call_arguments.done"}
+            assert bool(done & set(kinds(events))) is not is_cut
+
+
+@in_loop
 async def test_a_cancelled_response_ends_what_is_open() -> None:
     async with scripted_server(step_time_s=0.002, reasoning_parser="think") as live, live.connect() as socket:
         for spoken, delta in (
