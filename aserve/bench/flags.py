@@ -96,6 +96,11 @@ def _add_tool_loop(kinds: Any) -> None:
         "--temperature", type=not_negative, default=0.0, metavar="X", help="of the calls (default: 0, greedy)"
     )
     group.add_argument(
+        "--others", type=count, default=0, metavar="N",
+        help="requests of others after each turn, 500 new words each, which fill the prefix cache; see --num-pages "
+        "(default: 0)",
+    )  # fmt: skip
+    group.add_argument(
         "--repeat", type=positive, default=1, metavar="N",
         help="runs of both loops in turn, each on a new engine, with medians of the times (default: 1)",
     )  # fmt: skip

@@ -3,7 +3,8 @@
 Each loop gets an engine of its own, so that neither finds anything of the other in its prefix cache. On the socket a
 turn sends the tool's result and the id of the response before; over HTTP it sends everything so far again. The model
 has to call one of two tools in every turn, so it need not be good at it, and greedy loops are the same token for token
-unless a near tie tips over. Server and client share one process.
+unless a near tie tips over. Requests of others between the turns push out of the prefix cache what is not leased to an
+open conversation. Server and client share one process.
 """
 
 import argparse
@@ -33,6 +34,7 @@ Ask = Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]]
 
 NUM_WARM_UP_TURNS = 2  # compile the grammar and open what stays open
 MAX_CALL_TOKENS = 200
+OTHER_WORDS = 500
 INSTRUCTIONS = "Session {session}. You look for an error in a program. Call one tool at a time."
 STRICT = {"type": "object", "additionalProperties": False}
 QUERY = {"type": "string", "minLength": 20, "maxLength": 60, "pattern": "^[a-z ]+$"}
@@ -64,17 +66,18 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class LoopShape:
-    """How many calls, how many words each tool gives back, and how calls are sampled."""
+    """How many calls, words of each tool's result, how calls are sampled, requests of others after each turn."""
 
     num_turns: int
     num_words: int
     temperature: float
+    num_others: int
 
 
 def run(arguments: argparse.Namespace, config: Config) -> int:
     """Measure and print."""
     config = replace(config, server=replace(config.server, port=0))
-    shape = LoopShape(arguments.turns, arguments.result_words, arguments.temperature)
+    shape = LoopShape(arguments.turns, arguments.result_words, arguments.temperature, arguments.others)
     model, loops = uvloop.run(measure(config, shape, arguments.repeat))
     result: dict[str, Any] = {"model": model, **{way: [asdict(turn) for turn in loops[way]] for way in WAYS}}
     print_result(result, f"model: {model}\n\n{format_table(rows(loops))}", arguments.json)
@@ -88,8 +91,9 @@ async def measure(config: Config, shape: LoopShape, num_runs: int) -> tuple[str,
     for _ in range(num_runs):
         for way in WAYS:
             async with serving(config) as server, asking(server, way) as ask:
-                await run_loop(ask, replace(shape, num_turns=NUM_WARM_UP_TURNS), session=1, has_state=way == "socket")
-                runs[way].append(await run_loop(ask, shape, session=2, has_state=way == "socket"))
+                warm_up = replace(shape, num_turns=NUM_WARM_UP_TURNS)
+                await run_loop(server, ask, warm_up, session=1, has_state=way == "socket")
+                runs[way].append(await run_loop(server, ask, shape, session=2, has_state=way == "socket"))
                 model = server.model
     return model, {way: [median_turn(turns) for turns in zip(*runs[way], strict=True)] for way in WAYS}
 
@@ -143,7 +147,7 @@ async def ask_on_socket(socket: ResponseSocket, body: dict[str, Any]) -> Mapping
     return ends[0]
 
 
-async def run_loop(ask: Ask, shape: LoopShape, *, session: int, has_state: bool) -> list[Turn]:
+async def run_loop(server: Server, ask: Ask, shape: LoopShape, *, session: int, has_state: bool) -> list[Turn]:
     """Answer call after call; ``has_state`` sends only what is new. Raises AserveError for a turn without a call."""
     rng = random.Random(session)
     history: list[Mapping[str, Any]] = [{"role": "user", "content": random_text(shape.num_words, rng)}]
@@ -163,7 +167,15 @@ async def run_loop(ask: Ask, shape: LoopShape, *, session: int, has_state: bool)
             continued = {"input": [result], "previous_response_id": response["id"]}
         else:
             history += [*response["output"], result]
+        await send_others(server, shape.num_others, rng)
     return turns
+
+
+async def send_others(server: Server, count: int, rng: random.Random) -> None:
+    """Let the server compute and forget ``count`` other conversations, one after the other."""
+    for _ in range(count):
+        body = {"input": random_text(OTHER_WORDS, rng), "max_output_tokens": 1, "store": False}
+        await post(server, PATH, orjson.dumps(body))
 
 
 def request_fields(shape: LoopShape, session: int, number: int) -> dict[str, Any]:

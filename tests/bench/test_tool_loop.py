@@ -1,6 +1,7 @@
 """``aserve bench tool-loop`` on scripted engines, one for each loop."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,11 +22,12 @@ TURNS = 3
 WORDS = 40
 
 
-def measure(reply: list[int], monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+def measure(reply: list[int], monkeypatch: pytest.MonkeyPatch, *flags: str, num_pages: int = LIMITS.num_pages) -> int:
     """Run the command on engines that give the same reply in every turn."""
 
     def engine(config: object) -> AsyncEngine:
-        return make_engine(runner=ScriptedRunner(LIMITS, say(reply)), tokenizer=demo_tokenizer())
+        limits = replace(LIMITS, num_pages=num_pages)
+        return make_engine(runner=ScriptedRunner(limits, say(reply)), tokenizer=demo_tokenizer())
 
     monkeypatch.setattr(tool_loop, "AsyncEngine", engine)
     return main(["bench", "tool-loop", "--turns", str(TURNS), "--result-words", str(WORDS), *flags])
@@ -68,6 +70,16 @@ def check_table(text: str, socket: list[dict[str, int]]) -> None:
     for row, turn in zip(rows, socket, strict=True):
         assert (int(row["prompt"]), int(row["socket: cached"])) == (turn["prompt_tokens"], turn["cached_tokens"])
         assert 0 <= int(row["socket: computed"]) - int(row["new"]) <= LIMITS.page_size
+
+
+def test_others_push_out_what_is_not_leased(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert measure(USUAL, monkeypatch, "--others", "3", "--json", "-", num_pages=80) == 0
+    loops = json.loads(capsys.readouterr().out)
+    assert [turn["cached_tokens"] for turn in loops["http"]] == [0] * TURNS
+    for before, turn in pairwise(loops["socket"]):
+        assert turn["cached_tokens"] >= before["prompt_tokens"] + len(USUAL) + 1 - LIMITS.page_size
 
 
 def test_a_turn_without_a_call_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
