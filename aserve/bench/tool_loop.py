@@ -2,7 +2,7 @@
 
 Each loop gets an engine of its own, so that neither finds anything of the other in its prefix cache. On the socket a
 turn sends the tool's result and the id of the response before; over HTTP it sends everything so far again. The model
-has to call one of two tools in every turn, so it need not be good at it, and greedy loops are the same token for token
+has to call one of two tools in every turn, so it need not be good at it, and the loops are the same token for token
 unless a near tie tips over. Requests of others between the turns push out of the prefix cache what is not leased to an
 open conversation. Server and client share one process.
 """
