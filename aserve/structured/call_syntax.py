@@ -198,7 +198,7 @@ def _properties(schema: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], bo
     _check_references(schema)
     shared = _definitions(schema)
     named = required if isinstance(required, list) else []
-    if missing := [name for name in named if name not in properties]:
+    if missing := [name for name in named if not isinstance(name, str) or name not in properties]:
         raise ClientError(f"required names {str(missing[0])[:64]!r}, which is no property")
     found = []
     for name, value in properties.items():

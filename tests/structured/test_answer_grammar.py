@@ -188,6 +188,7 @@ def test_definitions_go_with_the_parts_of_a_schema(syntax: str) -> None:
         ("qwen3_coder", "f", {"properties": {"a>": {}}}, "cannot stand in a tag"),
         ("qwen3_coder", "f", {"properties": {"a": 5}}, "must be an object"),
         ("qwen3_coder", "f", {"properties": {}, "required": ["b"]}, "which is no property"),
+        ("pythonic", "f", {"properties": {}, "required": [["b"]]}, "which is no property"),
         ("llama3_json", "f", {"properties": {"a": {"$ref": "#"}}}, r"\$ref to '#' is not supported"),
         ("latin", "f", None, "in the syntax 'latin'"),
     ],
