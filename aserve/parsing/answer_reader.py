@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import orjson
 
 from aserve.parsing.answer import AnswerParser
-from aserve.parsing.deltas import ParsedDelta, ReasoningDelta, TextDelta, ToolCallStart
-from aserve.request import RequestOutput
+from aserve.parsing.deltas import ParsedDelta, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from aserve.request import FinishReason, RequestOutput
 
 
 @dataclass(slots=True)
@@ -66,14 +66,22 @@ class AnswerReader:
         deltas = self._follow(self._parser.push(output.text)) if output.text else []
         if self._parser.is_reasoning:
             self.num_reasoning_tokens += len(output.token_ids)
-        return deltas if output.finish_reason is None else deltas + self.end()
+        if output.finish_reason is None:
+            return deltas
+        has_stopped = output.finish_reason is FinishReason.STOP and not isinstance(output.stop_reason, str)
+        return deltas + self.end(has_stopped=has_stopped)
 
-    def end(self) -> list[AnswerDelta]:
-        """Return what was held back, and the end of the last part. Idempotent."""
+    def end(self, *, has_stopped: bool = False) -> list[AnswerDelta]:
+        """Return what was held back, and the end of the last part. Idempotent.
+
+        ``has_stopped``: the model ended the answer itself, so that a call without arguments is one that needs none.
+        """
         if self._is_ended:
             return []
         self._is_ended = True
         deltas = self._follow(self._parser.flush())
+        if has_stopped and isinstance(self._open, CallPart) and not self._pieces:
+            deltas += self._follow([ToolCallArguments(self._open.index, "{}")])
         self._close(deltas)
         return deltas
 

@@ -56,7 +56,6 @@ class HarmonyParser:
             return [TextDelta(text)] if text and self._is_first and not _looks_like_header(text) else []
         deltas: list[ParsedDelta] = []
         self._pass(text, deltas)
-        self._end_message(deltas)
         return deltas
 
     def _read_header(self, deltas: list[ParsedDelta]) -> bool:

@@ -90,6 +90,29 @@ def test_a_cut_call_is_told_from_a_whole_one(end: int) -> None:
     assert reader.has_whole_calls is is_whole
 
 
+@pytest.mark.parametrize(
+    ("reason", "stop_reason", "is_whole"),
+    [
+        (FinishReason.STOP, 7, True),
+        (FinishReason.STOP, None, True),
+        (FinishReason.STOP, "{", False),
+        (FinishReason.LENGTH, None, False),
+    ],
+)
+def test_a_call_without_arguments_is_whole_only_if_the_model_ended_it(
+    reason: FinishReason, stop_reason: int | str | None, is_whole: bool
+) -> None:
+    parser = AnswerFormat("harmony", "harmony").parser(TOOLS)
+    assert parser is not None
+    reader = AnswerReader(parser)
+    reader.read(output("<|channel|>commentary to=functions.get_time <|constrain|>json"))
+    last = output("<|message|>", reason)
+    last.stop_reason = stop_reason
+    reader.read(last)
+    assert [content(part) for part in reader.parts] == [("get_time", "{}" if is_whole else "")]
+    assert reader.has_whole_calls is is_whole
+
+
 def test_reasoning_tokens_are_counted_and_the_end_comes_once() -> None:
     reader = new_reader()
     for piece in ("<think>", "Hm", ".", "</think>", "Yes"):

@@ -132,4 +132,4 @@ def test_a_parser_is_made_only_where_there_is_something_to_find() -> None:
     assert AnswerFormat("hermes").parser() is None
     assert AnswerFormat().parser(TOOLS) is None
     assert AnswerFormat("hermes").parser(TOOLS) is not None
-    assert parse(tool_parser("harmony", TOOLS), ["<|channel|>commentary to=functions.f<|message|>"])[2] == [("f", "{}")]
+    assert parse(tool_parser("harmony", TOOLS), ["<|channel|>commentary to=functions.f<|message|>"])[2] == [("f", "")]
