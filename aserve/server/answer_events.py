@@ -9,7 +9,7 @@ from aserve.parsing.answer_reader import AnswerDelta, AnswerReader, PartEnd
 from aserve.parsing.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from aserve.request import RequestOutput, TokenLogprobs
 from aserve.server.logprobs import TokenNames, finite
-from aserve.server.response_events import Event, ResponseEvents
+from aserve.server.responses.events import Event, ResponseEvents
 
 
 class AnswerEvents:

@@ -12,17 +12,17 @@ from starlette.routing import BaseRoute, Route
 from aserve.config import Config
 from aserve.engine.async_engine import AsyncEngine
 from aserve.server.auth import KeyGate
-from aserve.server.chat import ChatCompletions
 from aserve.server.chat_page import static_routes
-from aserve.server.completions import Completions
+from aserve.server.completions.chat import ChatCompletions
+from aserve.server.completions.completions import Completions
 from aserve.server.health import Health, MetricsPage, Ready, show_version
-from aserve.server.http_responses import http_responses_routes
-from aserve.server.messages import messages_routes
+from aserve.server.messages.endpoints import messages_routes
 from aserve.server.middleware import ErrorCatch, ReadyGate, RequestIds
 from aserve.server.models import JsonEndpoint, detokenize, list_models, show_model, tokenize
 from aserve.server.openapi import show_api
 from aserve.server.origin import OriginGate
-from aserve.server.responses import responses_routes
+from aserve.server.responses.endpoints import responses_routes
+from aserve.server.responses.http_endpoints import http_responses_routes
 from aserve.server.state import ServerState
 
 PROBES = ("/health", "/ready")

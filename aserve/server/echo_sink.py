@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from aserve.errors import AserveError, EngineDeadError
 from aserve.request import RequestOutput
-from aserve.server.completion_frames import CompletionFrames
+from aserve.server.completions.completion_frames import CompletionFrames
 from aserve.server.stream_sink import Outlet, StreamSink
 
 logger = logging.getLogger(__name__)

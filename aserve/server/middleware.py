@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from aserve.errors import AserveError, CapacityError, ClientError, NotFoundError
 from aserve.server.errors import MethodNotAllowedError
 from aserve.server.json_body import ClientGoneError
-from aserve.server.messages_errors import is_messages_path
+from aserve.server.messages.errors import is_messages_path
 from aserve.server.refusal import header, refuse
 from aserve.server.state import ServerState
 

@@ -9,7 +9,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from aserve.errors import ClientError
-from aserve.server.chat_tools import read_tools
+from aserve.server.completions.chat_tools import read_tools
 from aserve.server.errors import blaming
 from aserve.server.generation import send_json
 from aserve.server.json_body import read_json

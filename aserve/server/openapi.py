@@ -10,8 +10,8 @@ from starlette.types import Receive, Scope
 
 from aserve import __version__
 from aserve.request import INTEGER_RANGES, NUMBER_RANGES
-from aserve.server import response_schema
 from aserve.server.openapi_operations import CREATE_RESPONSE, OPERATIONS, Operation
+from aserve.server.responses import schema as response_schema
 from aserve.server.schema import ACCEPTED_WITHOUT_EFFECT, HARMLESS, REFUSED, CommonBody
 from aserve.server.state import ServerState
 from aserve.server.structured_request import FORMAT_SCHEMA

@@ -6,12 +6,12 @@ from typing import Any
 from msgspec import Struct
 
 from aserve.server import answer_types as answers
-from aserve.server import completion_types as completions
-from aserve.server import messages_types as messages
-from aserve.server import response_types as responses
-from aserve.server.messages_schema import MessagesBody, PromptBody
+from aserve.server.completions import completion_types as completions
+from aserve.server.messages import types as messages
+from aserve.server.messages.schema import MessagesBody, PromptBody
 from aserve.server.models import DetokenizeBody, TokenizeBody
-from aserve.server.response_query import MAX_PAGE, MAX_SEQUENCE_NUMBER, ORDERS, SWITCHES
+from aserve.server.responses import types as responses
+from aserve.server.responses.query import MAX_PAGE, MAX_SEQUENCE_NUMBER, ORDERS, SWITCHES
 from aserve.server.schema import ChatBody, CompletionBody
 
 

@@ -7,7 +7,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from aserve.server.errors import report_error
-from aserve.server.messages_errors import is_messages_path, messages_error
+from aserve.server.messages.errors import is_messages_path, messages_error
 
 REFUSAL_EXTENSION = "websocket.http.response"
 POLICY_VIOLATION = 1008

@@ -10,8 +10,8 @@ from aserve.errors import AserveError, CapacityError, EngineDeadError, NotFoundE
 from aserve.parsing.registry import choose_format
 from aserve.server.answer_style import AnswerStyle
 from aserve.server.heartbeat import Heartbeat
-from aserve.server.live_responses import LiveResponses
-from aserve.server.response_archive import ResponseArchive
+from aserve.server.responses.archive import ResponseArchive
+from aserve.server.responses.live import LiveResponses
 from aserve.store.open import open_store
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from aserve.parsing.answer_reader import AnswerReader
 from aserve.parsing.registry import AnswerFormat
 from aserve.request import FinishReason, RequestOutput
 from aserve.server.answer_head import AnswerHead
-from aserve.server.chat_frames import ChatFrames
-from aserve.server.chat_tools import read_tool_options
+from aserve.server.completions.chat_frames import ChatFrames
+from aserve.server.completions.chat_tools import read_tool_options
 from aserve.server.logprobs import TokenNames
 from aserve.server.reasoning import read_effort, reasoning_variables
 from aserve.server.schema import parse_chat

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aserve.server.custom_input import CustomInput, decode_string
+from aserve.server.responses.custom_input import CustomInput, decode_string
 
 SPOKEN = 'a "q" \\ / \n\t \xe9 \U0001f600 \x7f }'
 WRITTEN = [

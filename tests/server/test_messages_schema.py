@@ -9,9 +9,9 @@ from doubles_messages import HI
 
 from aserve.errors import ClientError
 from aserve.request import GrammarSpec, SamplingParams
-from aserve.server.messages_input import read_conversation
-from aserve.server.messages_schema import MessagesRequest, parse_count, parse_message
-from aserve.server.response_schema import parse_create
+from aserve.server.messages.input import read_conversation
+from aserve.server.messages.schema import MessagesRequest, parse_count, parse_message
+from aserve.server.responses.schema import parse_create
 from aserve.server.tools import FunctionTool, ToolOptions
 
 

@@ -10,10 +10,10 @@ from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
 from aserve.errors import ClientError
-from aserve.server.response_items import BuiltInCallItem, BuiltInOutputItem, decode_items, encode_items
-from aserve.server.response_listing import wire_items
-from aserve.server.response_schema import ResponseRequest, parse_create
-from aserve.server.response_turns import chat_messages
+from aserve.server.responses.items import BuiltInCallItem, BuiltInOutputItem, decode_items, encode_items
+from aserve.server.responses.listing import wire_items
+from aserve.server.responses.schema import ResponseRequest, parse_create
+from aserve.server.responses.turns import chat_messages
 
 WORDS = [
     "function", "custom", "namespace", "web_search", "allowed_tools", "grammar", "lark", "object", "required", "auto",

@@ -5,8 +5,8 @@ import pytest
 from doubles_engine import EOS
 from doubles_socket import MODEL, in_loop, kinds, respond, scripted_server, text_of
 
-from aserve.server.response_events import ResponseEvents, ResponseStatus
-from aserve.server.response_schema import parse_create
+from aserve.server.responses.events import ResponseEvents, ResponseStatus
+from aserve.server.responses.schema import parse_create
 
 ORDER = [
     "response.created",

@@ -11,7 +11,7 @@ from doubles_tuning import make_engine
 
 from aserve.config import EngineConfig
 from aserve.request import GrammarSpec
-from aserve.server.response_schema import parse_create
+from aserve.server.responses.schema import parse_create
 from aserve.server.structured_request import grammar_from
 
 SCHEMA = {

@@ -10,10 +10,10 @@ from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
 from aserve.errors import ClientError
-from aserve.server.response_input import read_input
-from aserve.server.response_items import FunctionCallItem, decode_items, encode_items
-from aserve.server.response_listing import wire_items
-from aserve.server.response_turns import chat_messages
+from aserve.server.responses.input import read_input
+from aserve.server.responses.items import FunctionCallItem, decode_items, encode_items
+from aserve.server.responses.listing import wire_items
+from aserve.server.responses.turns import chat_messages
 
 SHELL = {"type": "exec", "command": ["ls", "-l"], "env": {}}
 PATCH = {"type": "delete_file", "path": "a.py"}

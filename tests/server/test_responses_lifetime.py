@@ -27,8 +27,8 @@ from doubles_socket import (
 from websockets.exceptions import ConnectionClosed
 
 from aserve.errors import CapacityError
-from aserve.server import response_start
-from aserve.server.response_run import ResponseRun
+from aserve.server.responses import start as response_start
+from aserve.server.responses.run import ResponseRun
 
 
 def reset(connection: Any) -> None:

@@ -9,7 +9,7 @@ from doubles_responses import plain
 from doubles_socket import in_loop, respond, scripted_server, text_of
 
 from aserve.errors import ClientError
-from aserve.server.item_references import MAX_RESPONSES, resolve_references
+from aserve.server.responses.item_references import MAX_RESPONSES, resolve_references
 from aserve.store.record import StoredResponse
 
 TOOLS = [{"type": "function", "name": "f"}, {"type": "custom", "name": "run"}]

@@ -22,7 +22,7 @@ from doubles_socket import (
     text_of,
 )
 
-from aserve.server import event_log
+from aserve.server.responses import event_log
 
 RESUMABLE = {"input": "say " + "abcdefghij" * 12, "stream": True, "resumable": True}
 SPOKEN = "abcdefghij" * 12

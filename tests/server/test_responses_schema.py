@@ -11,8 +11,8 @@ from openai.types.responses.responses_client_event import ResponseCreate
 from aserve.errors import ClientError
 from aserve.server import schema
 from aserve.server.reasoning import reasoning_variables
-from aserve.server.response_items import MessageItem
-from aserve.server.response_schema import KNOWN, SAMPLING_FIELDS, WITH_EFFECT, ResponseRequest, parse_create
+from aserve.server.responses.items import MessageItem
+from aserve.server.responses.schema import KNOWN, SAMPLING_FIELDS, WITH_EFFECT, ResponseRequest, parse_create
 from aserve.server.schema import ChatBody, CompletionBody, parse_chat
 from aserve.tokenizer.messages import ROLES, TEXT_PARTS
 

@@ -34,7 +34,7 @@ from websockets.asyncio.client import ClientConnection
 
 from aserve.engine.async_engine import AsyncEngine
 from aserve.scheduler.limits import Limits
-from aserve.server.responses_session import ResponsesSession
+from aserve.server.responses.session import ResponsesSession
 from aserve.tokenizer.spans import Span
 
 ACCEPTED, FAILED = "response.steer.accepted", "response.steer.failed"

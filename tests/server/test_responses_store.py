@@ -13,8 +13,8 @@ from doubles_redis import RedisServer, SilentProxy
 from doubles_responses import create, official, plain
 from doubles_socket import MODEL, in_loop, respond, scripted_server, text_of
 
-from aserve.server import response_archive
-from aserve.server.response_archive import ResponseArchive
+from aserve.server.responses import archive as response_archive
+from aserve.server.responses.archive import ResponseArchive
 from aserve.store.memory import MemoryStore
 from aserve.store.record import StoredResponse
 

@@ -15,8 +15,8 @@ from aserve.parsing.registry import AnswerFormat
 from aserve.request import FinishReason, RequestOutput
 from aserve.server.answer_events import AnswerEvents
 from aserve.server.logprobs import TokenNames
-from aserve.server.response_events import ResponseEvents, ResponseStatus
-from aserve.server.response_schema import parse_create
+from aserve.server.responses.events import ResponseEvents, ResponseStatus
+from aserve.server.responses.schema import parse_create
 
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"type": "function", "name": "get_weather", "description": "Weather.", "parameters": CITY}

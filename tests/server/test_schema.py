@@ -9,7 +9,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from aserve.errors import ClientError
 from aserve.request import SamplingParams
 from aserve.server.prompts import parse_prompts
-from aserve.server.response_schema import parse_create
+from aserve.server.responses.schema import parse_create
 from aserve.server.schema import (
     ACCEPTED_WITHOUT_EFFECT,
     HARMLESS,

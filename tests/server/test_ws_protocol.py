@@ -14,7 +14,7 @@ from websockets.exceptions import NegotiationError
 from websockets.frames import Frame, Opcode
 
 from aserve.server.http_protocol import HttpProtocol
-from aserve.server.responses import select_protocol
+from aserve.server.responses.endpoints import select_protocol
 from aserve.server.transport import EXTENSION
 from aserve.server.ws_protocol import WebSocketProtocol, text_frame_header
 

@@ -12,9 +12,9 @@ from aserve.parsing.answer_reader import AnswerDelta, AnswerReader, PartEnd, Rea
 from aserve.parsing.deltas import ReasoningDelta, TextDelta, ToolCallStart
 from aserve.request import RequestOutput
 from aserve.server.errors import report_error
-from aserve.server.messages_answer import MessagesAnswer
-from aserve.server.messages_content import call_block, signature_of
-from aserve.server.messages_errors import messages_error
+from aserve.server.messages.answer import MessagesAnswer
+from aserve.server.messages.content import call_block, signature_of
+from aserve.server.messages.errors import messages_error
 from aserve.server.sse import encode_text, named_event
 
 PING = named_event("ping", {})

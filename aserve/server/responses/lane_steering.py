@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from aserve.server.errors import report_error
-from aserve.server.parked_steers import ParkedSteers
-from aserve.server.response_events import ResponseStatus
-from aserve.server.response_items import Item
-from aserve.server.response_run import ResponseRun
-from aserve.server.response_schema import ResponseRequest
-from aserve.server.response_steer import ACCEPTED, FAILED, PENDING, Steer, SteerError, steer_event
+from aserve.server.responses.events import ResponseStatus
+from aserve.server.responses.items import Item
+from aserve.server.responses.parked_steers import ParkedSteers
+from aserve.server.responses.run import ResponseRun
+from aserve.server.responses.schema import ResponseRequest
+from aserve.server.responses.steer import ACCEPTED, FAILED, PENDING, Steer, SteerError, steer_event
 from aserve.server.stream_sink import Outlet
 
 MAX_STEERS = 16  # that wait for one successor

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Callable
 
 from aserve.errors import AserveError, CapacityError
-from aserve.server.event_log import EventLog, LogReader
-from aserve.server.response_events import ResponseStatus
-from aserve.server.response_run import ResponseRun
+from aserve.server.responses.event_log import EventLog, LogReader
+from aserve.server.responses.events import ResponseStatus
+from aserve.server.responses.run import ResponseRun
 from aserve.server.stream_sink import Outlet
 
 MAX_RUNNING = 256

@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from aserve.server.response_items import (
+from aserve.server.responses.items import (
     BUILT_IN_CALLS,
     BUILT_IN_OUTPUTS,
     BuiltInCallItem,

@@ -11,16 +11,16 @@ from starlette.types import Receive, Scope, Send
 
 from aserve.errors import AserveError, ClientError, NotFoundError
 from aserve.server.generation import send_json, transport_of
-from aserve.server.item_references import resolve_references
 from aserve.server.json_body import ClientGoneError, read_json
-from aserve.server.live_responses import LiveResponse
 from aserve.server.models import JsonEndpoint
-from aserve.server.response_archive import KeptResponse
-from aserve.server.response_items import decode_items
-from aserve.server.response_query import ItemPage, ResponseQuery
-from aserve.server.response_run import ResponseRun, sse_frames
-from aserve.server.response_schema import ResponseRequest, parse_create
-from aserve.server.response_start import new_live, new_run, previous_not_found
+from aserve.server.responses.archive import KeptResponse
+from aserve.server.responses.item_references import resolve_references
+from aserve.server.responses.items import decode_items
+from aserve.server.responses.live import LiveResponse
+from aserve.server.responses.query import ItemPage, ResponseQuery
+from aserve.server.responses.run import ResponseRun, sse_frames
+from aserve.server.responses.schema import ResponseRequest, parse_create
+from aserve.server.responses.start import new_live, new_run, previous_not_found
 from aserve.server.sse import HEADERS, KEEP_ALIVE
 from aserve.server.state import ServerState
 from aserve.server.stream_sink import Outlet

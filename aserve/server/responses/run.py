@@ -12,8 +12,8 @@ from aserve.server.answer_events import AnswerEvents
 from aserve.server.answer_style import AnswerStyle
 from aserve.server.errors import blaming
 from aserve.server.logprobs import TokenNames
-from aserve.server.response_archive import KeptResponse
-from aserve.server.response_events import (
+from aserve.server.responses.archive import KeptResponse
+from aserve.server.responses.events import (
     MAX_OUTPUT_TOKENS,
     STEERED,
     Event,
@@ -22,9 +22,9 @@ from aserve.server.response_events import (
     Usage,
     sse_frame,
 )
-from aserve.server.response_items import Item, MessageItem
-from aserve.server.response_schema import TEXT_FORMAT, ResponseRequest
-from aserve.server.response_turns import chat_messages
+from aserve.server.responses.items import Item, MessageItem
+from aserve.server.responses.schema import TEXT_FORMAT, ResponseRequest
+from aserve.server.responses.turns import chat_messages
 from aserve.server.stream_sink import Outlet, StreamSink
 from aserve.server.structured_request import prepare_grammar
 from aserve.tokenizer.spans import Span, join_spans

@@ -12,11 +12,11 @@ from aserve.request import Request
 from aserve.server.errors import blaming
 from aserve.server.generation import StreamForm, collect, send_json, stream
 from aserve.server.json_body import read_json
-from aserve.server.messages_answer import MessagesAnswer
-from aserve.server.messages_content import render_content
-from aserve.server.messages_errors import PREFIX
-from aserve.server.messages_frames import PING, MessagesFrames
-from aserve.server.messages_schema import OUTPUT_FORMAT, MessagesRequest, parse_count, parse_message
+from aserve.server.messages.answer import MessagesAnswer
+from aserve.server.messages.content import render_content
+from aserve.server.messages.errors import PREFIX
+from aserve.server.messages.frames import PING, MessagesFrames
+from aserve.server.messages.schema import OUTPUT_FORMAT, MessagesRequest, parse_count, parse_message
 from aserve.server.models import JsonEndpoint
 from aserve.server.state import ServerState
 from aserve.server.structured_request import prepare_grammar

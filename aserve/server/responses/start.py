@@ -4,11 +4,11 @@ import time
 from uuid import uuid4
 
 from aserve.errors import ClientError
-from aserve.server.live_responses import LiveResponse
-from aserve.server.response_archive import stored_response
-from aserve.server.response_events import ResponseEvents
-from aserve.server.response_run import Framing, ResponseRun, sse_frames
-from aserve.server.response_schema import ResponseRequest
+from aserve.server.responses.archive import stored_response
+from aserve.server.responses.events import ResponseEvents
+from aserve.server.responses.live import LiveResponse
+from aserve.server.responses.run import Framing, ResponseRun, sse_frames
+from aserve.server.responses.schema import ResponseRequest
 from aserve.server.state import ServerState
 from aserve.server.stream_sink import Outlet
 

@@ -6,11 +6,11 @@ from typing import Any
 import orjson
 
 from aserve.errors import ClientError
-from aserve.server.item_ids import ItemPlace
-from aserve.server.response_archive import ResponseArchive
-from aserve.server.response_input import MAX_INPUT_ITEMS, REFERENCE, type_error
-from aserve.server.response_items import decode_items
-from aserve.server.response_listing import wire_items
+from aserve.server.responses.archive import ResponseArchive
+from aserve.server.responses.input import MAX_INPUT_ITEMS, REFERENCE, type_error
+from aserve.server.responses.item_ids import ItemPlace
+from aserve.server.responses.items import decode_items
+from aserve.server.responses.listing import wire_items
 
 MAX_RESPONSES = 512  # that one input may name items of
 

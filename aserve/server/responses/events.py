@@ -17,11 +17,11 @@ from typing import Any
 
 import orjson
 
-from aserve.server.item_ids import ItemPlace
-from aserve.server.output_items import Logprobs, OpenCall, OpenItem, OpenMessage, OpenReasoning, encoded
-from aserve.server.response_items import Item
-from aserve.server.response_schema import ResponseRequest
-from aserve.server.response_turns import Call
+from aserve.server.responses.item_ids import ItemPlace
+from aserve.server.responses.items import Item
+from aserve.server.responses.output_items import Logprobs, OpenCall, OpenItem, OpenMessage, OpenReasoning, encoded
+from aserve.server.responses.schema import ResponseRequest
+from aserve.server.responses.turns import Call
 from aserve.server.sse import escape_line_ends
 
 Event = tuple[str, bytes]  # its type, and its JSON with the type in it

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from aserve.server.item_ids import ItemPlace
-from aserve.server.response_items import (
+from aserve.server.responses.item_ids import ItemPlace
+from aserve.server.responses.items import (
     BuiltInCallItem,
     BuiltInOutputItem,
     CustomCallItem,

@@ -9,7 +9,7 @@ import re
 import orjson
 
 from aserve.parsing.answer_reader import is_object
-from aserve.server.response_turns import CUSTOM_INPUT
+from aserve.server.responses.turns import CUSTOM_INPUT
 
 HEAD = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 MAX_HEAD_CHARS = 64

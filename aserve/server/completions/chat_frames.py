@@ -6,7 +6,7 @@ from aserve.errors import AserveError
 from aserve.parsing.answer_reader import AnswerReader
 from aserve.request import RequestOutput, TokenLogprobs
 from aserve.server.answer_head import AnswerHead
-from aserve.server.chat_message import finish_reason_of, render_delta
+from aserve.server.completions.chat_message import finish_reason_of, render_delta
 from aserve.server.errors import report_error
 from aserve.server.logprobs import TokenNames, chat_logprobs
 from aserve.server.sse import encode_json, encode_text, event

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import orjson
 
 from aserve.parsing.answer_reader import is_object
-from aserve.server.custom_input import CustomInput
-from aserve.server.portable_reasoning import pack_reasoning
-from aserve.server.response_items import CustomCallItem, FunctionCallItem, Item, MessageItem, ReasoningItem
-from aserve.server.response_tools import ToolName
+from aserve.server.responses.custom_input import CustomInput
+from aserve.server.responses.items import CustomCallItem, FunctionCallItem, Item, MessageItem, ReasoningItem
+from aserve.server.responses.portable_reasoning import pack_reasoning
+from aserve.server.responses.tools import ToolName
 
 Logprobs = Sequence[Mapping[str, Any]]
 Fields = tuple[str, dict[str, Any]]  # the type of an event and what it says

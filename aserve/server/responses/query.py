@@ -8,8 +8,8 @@ from starlette.datastructures import QueryParams
 from starlette.types import Scope
 
 from aserve.errors import ClientError
-from aserve.server.response_items import Item
-from aserve.server.response_listing import wire_items
+from aserve.server.responses.items import Item
+from aserve.server.responses.listing import wire_items
 
 MAX_PAGE = 100
 DEFAULT_PAGE = 20

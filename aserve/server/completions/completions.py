@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from aserve.request import Request
 from aserve.server.answer_head import AnswerHead
 from aserve.server.collect_sink import CollectSink
-from aserve.server.completion_frames import CompletionFrames, EchoedPrompt
+from aserve.server.completions.completion_frames import CompletionFrames, EchoedPrompt
 from aserve.server.echo_sink import EchoSink
 from aserve.server.errors import blaming
 from aserve.server.generation import collect, send_json, stream

@@ -10,10 +10,10 @@ from starlette.types import Receive, Scope, Send
 from aserve.request import Request, SamplingParams
 from aserve.server.answer_head import AnswerHead
 from aserve.server.answer_style import AnswerPlan
-from aserve.server.chat_frames import ChatFrames
-from aserve.server.chat_message import finish_reason_of, render_message
-from aserve.server.chat_tools import read_tool_options
 from aserve.server.collect_sink import CollectSink
+from aserve.server.completions.chat_frames import ChatFrames
+from aserve.server.completions.chat_message import finish_reason_of, render_message
+from aserve.server.completions.chat_tools import read_tool_options
 from aserve.server.errors import blaming
 from aserve.server.generation import collect, send_json, stream
 from aserve.server.json_body import read_json

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from aserve.server.response_items import CustomCallItem, FunctionCallItem, Item
-from aserve.server.response_schema import ResponseRequest
-from aserve.server.response_steer import Steer
-from aserve.server.response_turns import Output
+from aserve.server.responses.items import CustomCallItem, FunctionCallItem, Item
+from aserve.server.responses.schema import ResponseRequest
+from aserve.server.responses.steer import Steer
+from aserve.server.responses.turns import Output
 
 REASON = "waiting_for_required_input"
 

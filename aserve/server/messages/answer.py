@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from aserve.parsing.answer_reader import AnswerReader
 from aserve.request import FinishReason, Request, RequestOutput, SamplingParams
-from aserve.server.messages_schema import MessagesRequest
+from aserve.server.messages.schema import MessagesRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from aserve.server.auth import KEY_SUBPROTOCOL
-from aserve.server.responses_session import ResponsesSession, SocketTransport
+from aserve.server.responses.session import ResponsesSession, SocketTransport
 from aserve.server.state import ServerState
 from aserve.server.transport import EXTENSION
 

@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 
 from aserve.errors import ClientError
-from aserve.server.response_input import type_error, unsupported
-from aserve.server.response_turns import CUSTOM_INPUT, function_name
+from aserve.server.responses.input import type_error, unsupported
+from aserve.server.responses.turns import CUSTOM_INPUT, function_name
 from aserve.server.tools import NO_TOOLS, FunctionTool, ToolChoice, ToolOptions, check_function, check_tools
 
 logger = logging.getLogger(__name__)

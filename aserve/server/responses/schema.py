@@ -15,9 +15,9 @@ from aserve.errors import ClientError
 from aserve.request import SamplingParams
 from aserve.server import schema
 from aserve.server.reasoning import reasoning_variables
-from aserve.server.response_input import read_input, type_error, unsupported
-from aserve.server.response_items import Item
-from aserve.server.response_tools import ResponseTools, read_tools
+from aserve.server.responses.input import read_input, type_error, unsupported
+from aserve.server.responses.items import Item
+from aserve.server.responses.tools import ResponseTools, read_tools
 from aserve.server.schema import (
     CommonBody,
     check_template_kwargs,

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from aserve.errors import ClientError, NotFoundError
-from aserve.server.item_references import resolve_references
-from aserve.server.lane_steering import LaneSteering
-from aserve.server.live_responses import LiveResponse
-from aserve.server.response_archive import KeptResponse
-from aserve.server.response_events import ResponseStatus, payload_of
-from aserve.server.response_input import read_input, unsupported
-from aserve.server.response_run import ResponseRun, socket_frames
-from aserve.server.response_schema import ResponseRequest, parse_create, read_resume
-from aserve.server.response_start import new_id, new_live, new_run, previous_not_found
+from aserve.server.responses.archive import KeptResponse
+from aserve.server.responses.events import ResponseStatus, payload_of
+from aserve.server.responses.input import read_input, unsupported
+from aserve.server.responses.item_references import resolve_references
+from aserve.server.responses.lane_steering import LaneSteering
+from aserve.server.responses.live import LiveResponse
+from aserve.server.responses.run import ResponseRun, socket_frames
+from aserve.server.responses.schema import ResponseRequest, parse_create, read_resume
+from aserve.server.responses.start import new_id, new_live, new_run, previous_not_found
 from aserve.server.state import ServerState
 from aserve.server.stream_sink import Outlet
 

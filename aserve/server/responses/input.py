@@ -7,8 +7,7 @@ from typing import Any
 import orjson
 
 from aserve.errors import ClientError
-from aserve.server.portable_reasoning import unpack_reasoning
-from aserve.server.response_items import (
+from aserve.server.responses.items import (
     BUILT_IN_CALLS,
     BUILT_IN_OUTPUTS,
     BuiltInCallItem,
@@ -21,6 +20,7 @@ from aserve.server.response_items import (
     MessageItem,
     ReasoningItem,
 )
+from aserve.server.responses.portable_reasoning import unpack_reasoning
 from aserve.tokenizer.messages import ROLES, TEXT_PARTS
 
 logger = logging.getLogger(__name__)

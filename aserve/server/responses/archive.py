@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from aserve.server.response_items import Item, decode_items, encode_items
+from aserve.server.responses.items import Item, decode_items, encode_items
 from aserve.store.record import ResponseStore, StoredResponse
 from aserve.tokenizer.spans import Span
 

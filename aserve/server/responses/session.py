@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from aserve.errors import AserveError, CapacityError, ClientError, NotFoundError
 from aserve.server.errors import report_error
 from aserve.server.json_body import parse_json
-from aserve.server.response_archive import KeptResponse
-from aserve.server.response_events import error_event
-from aserve.server.response_lane import Lane, QueuedCreate
-from aserve.server.response_start import new_id
-from aserve.server.response_steer import FAILED, SteerError, read_steer, steer_event
+from aserve.server.responses.archive import KeptResponse
+from aserve.server.responses.events import error_event
+from aserve.server.responses.lane import Lane, QueuedCreate
+from aserve.server.responses.start import new_id
+from aserve.server.responses.steer import FAILED, SteerError, read_steer, steer_event
 from aserve.server.state import ServerState
 from aserve.server.stream_sink import Outlet
 from aserve.server.transport import FrameTransport

@@ -13,8 +13,8 @@ from msgspec import Meta
 
 from aserve.errors import ClientError
 from aserve.request import MAX_STOP_STRINGS, SamplingParams
-from aserve.server.messages_input import read_conversation
-from aserve.server.messages_tools import read_tool_options
+from aserve.server.messages.input import read_conversation
+from aserve.server.messages.tools import read_tool_options
 from aserve.server.reasoning import reasoning_variables
 from aserve.server.schema import CommonBody, Messages, check_template_kwargs, convert_body, sampling_params
 from aserve.server.structured_request import grammar_from
