@@ -42,7 +42,7 @@ class ResponseRun:
     __slots__ = (
         "_answer", "_engine", "_frame", "_history", "_is_plain", "_is_queued", "_is_steered", "_is_stopping",
         "_is_submitted", "_last", "_lease", "_on_end", "_on_written", "_outlet", "_output_ids", "_params", "_prompt",
-        "_sink", "_style", "_texts", "_written", "error", "events", "is_cancelled", "request", "status",
+        "_prompt_ids", "_sink", "_style", "_texts", "_written", "error", "events", "is_cancelled", "request", "status",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +74,7 @@ class ResponseRun:
         self._written = asyncio.Event()
         self._history: list[Item] = []
         self._prompt: list[Span] = []
+        self._prompt_ids: tuple[int, ...] = ()  # of its spans
         self._params: SamplingParams = request.params
         self._answer: AnswerEvents | None = None  # when it is known how to read it
         self._is_plain = False  # nearly every output is one event, of new text
@@ -94,10 +95,6 @@ class ResponseRun:
     def new_items(self) -> list[Item]:
         """What it answers, without the conversation before."""
         return self.request.items
-
-    @property
-    def _num_prompt_tokens(self) -> int:
-        return sum(len(span.token_ids) for span in self._prompt)
 
     def kept(self) -> KeptResponse:
         """Return what a continuation needs, once it has ended."""
@@ -130,7 +127,7 @@ class ResponseRun:
                 template_kwargs=self.request.template_kwargs,
             )
         await self._plan()
-        return self._num_prompt_tokens
+        return len(self._prompt_ids)
 
     def open(self) -> None:
         """Write the events that say it was accepted; those that follow write themselves."""
@@ -203,7 +200,8 @@ class ResponseRun:
 
     async def _plan(self) -> None:
         """Find out how the prompt is to be answered, and how the answer is to be read."""
-        plan = self._style.plan(self.request.tools.options, self.request.params, join_spans(self._prompt))
+        self._prompt_ids = tuple(join_spans(self._prompt))
+        plan = self._style.plan(self.request.tools.options, self.request.params, self._prompt_ids)
         await prepare_grammar(self._engine, plan.params, {})  # what is wrong now is wrong with the tools
         reader = plan.reader()
         names = TokenNames(self._engine.tokenizer, hides_special=plan.params.skip_special_tokens)
@@ -224,7 +222,7 @@ class ResponseRun:
     def _submit(self) -> None:
         request = Request(
             request_id=self.response_id,
-            prompt_token_ids=tuple(join_spans(self._prompt)),
+            prompt_token_ids=self._prompt_ids,
             params=self._params,
             priority=self.request.priority,
             arrival_time_s=time.monotonic(),
@@ -246,7 +244,7 @@ class ResponseRun:
 
     def _usage(self) -> Usage:
         if self._last is None:
-            return Usage(self._num_prompt_tokens, 0, 0)
+            return Usage(len(self._prompt_ids), 0, 0)
         num_reasoning = 0 if self._answer is None else self._answer.num_reasoning_tokens
         last = self._last
         return Usage(last.num_prompt_tokens, last.num_cached_tokens, last.num_output_tokens, num_reasoning)
