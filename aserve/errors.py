@@ -12,6 +12,13 @@ The server maps them to HTTP, SSE and WebSocket in one place (``server/errors.py
       EngineDeadError    the engine has failed or is closed (500)
 """
 
+MAX_QUOTED_CHARS = 64
+
+
+def quoted(value: object) -> str:
+    """Return what a message says of ``value``, which may be anything: the beginning of a string, the type of others."""
+    return repr(value[:MAX_QUOTED_CHARS]) if isinstance(value, str) else f"a value of type {type(value).__name__}"
+
 
 class AserveError(Exception):
     """Root of every error that aserve raises on purpose."""

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from aserve.engine.async_engine import AsyncEngine
-from aserve.errors import ClientError
+from aserve.errors import ClientError, quoted
 from aserve.request import GrammarKind, GrammarSpec, SamplingParams
 
 EXTRAS: dict[str, GrammarKind] = {  # field -> what it holds
@@ -113,9 +113,8 @@ def _read_format(value: Any, name: str) -> GrammarSpec | None:
     if kind == "json_object":
         return GrammarSpec("json_object")
     if kind != "json_schema":
-        shown = kind[:64] if isinstance(kind, str) else kind
         raise ClientError(
-            f"{name}.type must be one of {', '.join(FORMATS)}, got {shown!r}",
+            f"{name}.type must be one of {', '.join(FORMATS)}, got {quoted(kind)}",
             param=f"{name}.type",
             code="unsupported_parameter",
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from aserve.errors import ClientError
+from aserve.errors import ClientError, quoted
 from aserve.structured.json_schema import ANY_OBJECT, check_schema, schema_expression, walk
 from aserve.structured.lark_text import LarkText
 
@@ -199,7 +199,7 @@ def _properties(schema: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], bo
     shared = _definitions(schema)
     named = required if isinstance(required, list) else []
     if missing := [name for name in named if not isinstance(name, str) or name not in properties]:
-        raise ClientError(f"required names {str(missing[0])[:64]!r}, which is no property")
+        raise ClientError(f"required names {quoted(missing[0])}, which is no property")
     found = []
     for name, value in properties.items():
         if value is not True and not isinstance(value, dict):

@@ -95,6 +95,49 @@ async def test_what_is_nested_deeply_is_ignored_or_refused_but_breaks_nothing(pa
         await live.check_alive()
 
 
+DEEP_TYPES = [  # where an error repeats what is there
+    ("/v1/responses", '"include":[{}]', "include"),
+    ("/v1/responses", '"text":{{"format":{{"type":{}}}}}', "text.format.type"),
+    ("/v1/responses", '"tool_choice":{{"type":{}}}', "tool_choice"),
+    ("/v1/responses", '"input":[{{"type":{}}}]', "input[0].type"),
+    ("/v1/responses", '"input":[{{"role":"user","content":[{{"type":{}}}]}}]', "input[0].content[0].type"),
+    ("/v1/chat/completions", '"response_format":{{"type":{}}}', "response_format.type"),
+    (
+        "/v1/chat/completions",
+        '"tool_choice":{{"type":"allowed_tools","allowed_tools":{{"tools":[],"mode":{}}}}}',
+        "tool_choice.allowed_tools.mode",
+    ),
+]
+
+
+@in_loop
+async def test_an_error_repeats_little_of_what_it_refuses() -> None:
+    async with live_server(say("ok")) as live:
+        for path, members, param in DEEP_TYPES:
+            for value in (deep(1000), json.dumps(["x"] * 10_000), "7"):
+                status, answer = await post(live, path, members.format(value))
+                assert (status, answer["error"]["param"]) == (400, param)
+                assert len(answer["error"]["message"]) < 200
+        await live.check_alive()
+
+
+@in_loop
+async def test_items_that_are_taken_can_be_listed_however_deep_they_are() -> None:
+    async with live_server(say("ok")) as live:
+        statuses = []
+        for levels in range(240, 256):
+            item = f'{{"type":"shell_call","call_id":"c","action":{deep(levels)}}}'
+            members = f'"input":[{item},{{"role":"user","content":"hi"}}]'
+            status, answer = await post(live, "/v1/responses", members)
+            statuses.append(status)
+            if status == 200:
+                listed = await live.http.get(f"/v1/responses/{answer['id']}/input_items?order=asc")
+                assert listed.status_code == 200
+                assert listed.json()["data"][0]["action"] == json.loads(deep(levels))
+        assert statuses == sorted(statuses)
+        assert set(statuses) == {200, 400}
+
+
 @in_loop
 async def test_text_of_every_kind_passes_both_ways() -> None:
     text = '\0\x01\x1f\x7f\x85\u2028\u2029\ufffd\U0010ffff😀\\"/\n'

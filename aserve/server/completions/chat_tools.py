@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aserve.errors import ClientError
+from aserve.errors import ClientError, quoted
 from aserve.server.tools import FunctionTool, ToolOptions, check_function, check_tools
 
 MODES = ("none", "auto", "required")
@@ -51,7 +51,7 @@ def _read_tool(tool: Any, where: str) -> FunctionTool:
 
 def _read_mode(mode: Any, where: str) -> Any:
     if mode not in MODES:
-        raise ClientError(f"{where} must be one of {', '.join(MODES)}, got {str(mode)[:64]!r}", param=where)
+        raise ClientError(f"{where} must be one of {', '.join(MODES)}, got {quoted(mode)}", param=where)
     return mode
 
 

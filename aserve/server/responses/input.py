@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from aserve.errors import ClientError
+from aserve.errors import ClientError, quoted
 from aserve.server.responses.items import (
     BUILT_IN_CALLS,
     BUILT_IN_OUTPUTS,
@@ -65,7 +65,7 @@ def _read_item(name: str, item: object) -> Item | None:
         raise type_error(name, "object", item)
     kind = item.get("type") or "message"
     if not isinstance(kind, str) or kind == REFERENCE:
-        raise unsupported(f"{name}.type", f"an input item of type {str(kind)[:64]!r}")
+        raise unsupported(f"{name}.type", f"an input item of type {quoted(kind)}")
     reader = READERS.get(kind)
     return None if reader is None else reader(name, item)
 
@@ -155,7 +155,7 @@ def _check_payload(name: str, item: Mapping[str, Any], field: str) -> None:
     if item.get(field) is None:
         raise ClientError(f"{name}.{field} is required", param=f"{name}.{field}", code="missing_required_parameter")
     try:
-        orjson.dumps(item)
+        orjson.dumps([[item]])  # a list of items has them as deep within it
     except TypeError:
         raise ClientError(f"{name} is nested too deeply", param=name) from None
 
@@ -184,7 +184,7 @@ def _read_part(name: str, part: object) -> str:
     kind = part.get("type")
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if field is None:
-        raise unsupported(f"{name}.type", f"a content part of type {str(kind)[:64]!r}")
+        raise unsupported(f"{name}.type", f"a content part of type {quoted(kind)}")
     text = part.get(field)
     if not isinstance(text, str):
         raise type_error(f"{name}.{field}", "string", text)

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from aserve.errors import ClientError
+from aserve.errors import ClientError, quoted
 from aserve.request import SamplingParams
 from aserve.server import schema
 from aserve.server.reasoning import reasoning_variables
@@ -201,7 +201,7 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
     include = _read(fields, "include") or []
     for entry in include:
         if not isinstance(entry, str) or entry not in INCLUDABLE:
-            raise ClientError(f"include does not know {entry!r}", param="include")
+            raise ClientError(f"include does not know {quoted(entry)}", param="include")
 
 
 def _read_generate(fields: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from aserve.errors import ClientError
+from aserve.errors import ClientError, quoted
 from aserve.server.responses.input import type_error, unsupported
 from aserve.server.responses.turns import CUSTOM_INPUT, function_name
 from aserve.server.tools import NO_TOOLS, FunctionTool, ToolChoice, ToolOptions, check_function, check_tools
@@ -143,7 +143,7 @@ def _chosen(choice: Mapping[str, Any], names: Mapping[str, ToolName]) -> str:
     """Return the name that the model knows of a tool that is chosen by its type and name."""
     kind = choice.get("type")
     if kind not in ("function", "custom"):
-        raise unsupported("tool_choice", f"tool_choice of type {str(kind)[:64]!r}")
+        raise unsupported("tool_choice", f"tool_choice of type {quoted(kind)}")
     wanted = _read_name("tool_choice", choice)
     for function, tool in names.items():
         if wanted in (function, tool.name) and tool.is_custom is (kind == "custom"):
