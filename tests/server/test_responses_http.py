@@ -215,6 +215,19 @@ async def test_a_background_response_is_queued_polled_and_finished() -> None:
 
 
 @in_loop
+async def test_a_response_that_is_not_stored_can_be_cancelled_while_it_runs() -> None:
+    ask = {"input": "count", "stream": True, "resumable": True, "store": False}
+    async with scripted_server(step_time_s=0.005) as live, plain(live) as client:
+        async with client.stream("POST", "/responses", json=ask) as answer:
+            first = await take(answer, 3)
+            response_id = first[0]["response"]["id"]
+            cancelled = await client.post(f"/responses/{response_id}/cancel")
+        assert (cancelled.status_code, cancelled.json()["status"]) == (200, "cancelled")
+        assert (await client.get(f"/responses/{response_id}")).status_code == 404
+        await live.become_idle()
+
+
+@in_loop
 async def test_a_background_response_can_be_cancelled_and_deleted() -> None:
     async with scripted_server(step_time_s=0.005) as live, official(live) as client:
         answer = await client.responses.create(model=MODEL, input="count", background=True)

@@ -136,8 +136,9 @@ async def cancel(state: ServerState, scope: Scope, receive: Receive) -> orjson.F
     if run is not None:
         run.cancel()
         await run.wait()
+        return orjson.Fragment(run.events.snapshot())  # it may be kept nowhere
     body = await _find_body(state, response_id)
-    if run is None and not orjson.loads(body)["background"]:
+    if not orjson.loads(body)["background"]:
         raise ClientError(
             "only background responses can be cancelled; leave the stream of any other", param="response_id"
         )
