@@ -1,10 +1,13 @@
 """The OpenAPI document of the HTTP API, built from what the endpoints parse."""
 
+import asyncio
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
+import orjson
 from msgspec import Struct
 from starlette.types import Receive, Scope
 
@@ -26,9 +29,16 @@ JSON_TYPES = {bool: "boolean", dict: "object", int: "integer", list: "array", st
 DONE: Schema = {"const": "[DONE]"}
 
 
-async def show_api(state: ServerState, scope: Scope, receive: Receive) -> Schema:
+async def show_api(state: ServerState, scope: Scope, receive: Receive) -> orjson.Fragment:
     """Return the document of this server."""
-    return describe_api(state.engine.model_name, has_key=state.config.api_key is not None)
+    has_key = state.config.api_key is not None
+    return orjson.Fragment(await asyncio.to_thread(_document, state.engine.model_name, has_key=has_key))
+
+
+@cache
+def _document(model: str, *, has_key: bool) -> bytes:
+    """Return it as JSON; to describe everything takes tens of milliseconds, too long for the event loop."""
+    return orjson.dumps(describe_api(model, has_key=has_key))
 
 
 def describe_api(model: str, *, has_key: bool) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The OpenAPI document: it names every operation, takes what the endpoints take, and describes what they answer."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -199,3 +200,17 @@ async def test_the_key_is_described_where_it_is_needed(key: str | None, expected
     headers = {"authorization": f"Bearer {key}"}
     async with live_server(api_key=key, headers=headers) as live:
         assert (await live.http.get(DOCUMENT)).json().get("security") == expected
+
+
+@in_loop
+async def test_reading_the_document_again_costs_nothing_to_speak_of() -> None:
+    async with live_server() as live:
+        shown = (await live.http.get(DOCUMENT)).json()
+        started = time.process_time()
+        described = describe_api(MODEL, has_key=False)
+        once = time.process_time() - started
+        assert shown == json.loads(json.dumps(described))
+        started = time.process_time()
+        for _ in range(20):
+            await live.http.get(DOCUMENT)
+        assert time.process_time() - started < 10 * once
