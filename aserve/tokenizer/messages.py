@@ -175,14 +175,23 @@ def _normalize_call(call: Any, where: str) -> dict[str, Any]:
 def _one_by_one(message: Mapping[str, Any], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a turn for each call of ``message``; results that name none of them come last."""
     turns: list[dict[str, Any]] = []
-    rest = list(results)
+    by_id: dict[str | None, list[dict[str, Any]]] = {}
+    for result in reversed(results):
+        by_id.setdefault(_id_in(result, "tool_call_id"), []).append(result)
+    answered: set[int] = set()
     further = {**{name: value for name, value in message.items() if name not in REASONING}, "content": ""}
     for index, call in enumerate(message["tool_calls"]):
         turns.append({**(further if index else message), "tool_calls": [call]})
-        place = next((i for i, result in enumerate(rest) if result.get("tool_call_id") == call.get("id")), None)
-        if place is not None:
-            turns.append(rest.pop(place))
-    return turns + rest
+        if found := by_id.get(_id_in(call, "id")):
+            turns.append(found.pop())
+            answered.add(id(turns[-1]))
+    return turns + [result for result in results if id(result) not in answered]
+
+
+def _id_in(holder: Mapping[str, Any], name: str) -> str | None:
+    """Return the id, None if there is none or it is no string: clients may send anything."""
+    value = holder.get(name)
+    return value if isinstance(value, str) else None
 
 
 def _write_out(call: Mapping[str, Any]) -> dict[str, Any]:

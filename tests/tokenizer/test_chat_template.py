@@ -11,6 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from aserve.errors import ClientError
 from aserve.tokenizer.chat_template import ChatTemplate, PromptTooLongError
 from aserve.tokenizer.control_tokens import ControlToken, ControlTokens, unmark
+from aserve.tokenizer.messages import split_parallel_calls
 from aserve.tokenizer.tokenizer import Tokenizer
 
 CONTROL = ControlTokens(ControlToken(n, text) for n, text in enumerate(["<|im_start|>", "<|im_end|>", "<s>"]))
@@ -404,3 +405,20 @@ def test_the_date_is_today() -> None:
         datetime.now().strftime("%d %b %Y"),
         datetime.fromtimestamp(time.time() - 5).strftime("%d %b %Y"),
     }
+
+
+def test_many_calls_are_split_in_time_in_proportion_whatever_their_results_name() -> None:
+    def seconds(count: int) -> float:
+        calls = [{"id": f"c{place}", "function": {"name": "f", "arguments": {}}} for place in range(count)]
+        results = [{"role": "tool", "tool_call_id": f"c{place}", "content": ""} for place in reversed(range(count))]
+        asking = {"role": "assistant", "content": "", "tool_calls": calls}
+        strange = {"role": "tool", "tool_call_id": ["c1"], "content": ""}
+        started = time.process_time()
+        split = split_parallel_calls([asking, strange, *results])
+        taken = time.process_time() - started
+        names = [turn["tool_calls"][0]["id"] for turn in split[:-1:2]]
+        assert [turn["tool_call_id"] for turn in split[1:-1:2]] == names == [call["id"] for call in calls]
+        assert split[-1] == strange
+        return taken
+
+    assert min(seconds(4000) for _ in range(3)) < 10 * min(seconds(1000) for _ in range(3))  # 16 if quadratic
