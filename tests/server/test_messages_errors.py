@@ -160,6 +160,20 @@ async def test_a_failed_row_ends_its_answer_with_an_error(stream: bool) -> None:
         await live.until_idle()
 
 
+@in_loop
+async def test_a_tool_that_cannot_be_enforced_is_not_blamed_on_the_format() -> None:
+    good, bad = {"type": "object"}, {"type": "object", "properties": {"a": {"type": "string", "pattern": "["}}}
+    async with live_server(say("ok")) as live:
+        for tool, shape, blamed in ((bad, good, "tools: "), (good, bad, "output_config.format: ")):
+            answer = await ask(
+                live,
+                tools=[{"name": "f", "input_schema": tool, "strict": True}],
+                output_config={"format": {"type": "json_schema", "schema": shape}},
+            )
+            assert answer.status_code == 400
+            assert strict_error(answer.json()).error.message.startswith(blamed)
+
+
 KEY = "a-long-secret-key"
 
 

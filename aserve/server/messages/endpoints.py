@@ -43,10 +43,11 @@ class CreateMessage:
         limits = state.engine.limits
         fields = parse_message(body, limits.vocab_size)
         answer = MessagesAnswer(fields, state.check_model(fields.model), limits.max_model_len)
+        await prepare_grammar(state.engine, fields.params, body, OUTPUT_FORMAT)
         with blaming("messages"):
             prompt_ids = tuple(await _encode(state, fields))
             plan = state.answer_style.plan(fields.tools, fields.params, prompt_ids, continued=fields.continued)
-            await prepare_grammar(state.engine, plan.params, body, OUTPUT_FORMAT)
+            await prepare_grammar(state.engine, plan.params, {})  # what is wrong now is wrong with the tools
             request = answer.engine_request(prompt_ids, plan.params)
             if fields.is_streamed:
                 await self._stream(answer, request, plan.reader(), scope, send)
