@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from aserve.engine.llm import LLM as LLM
     from aserve.request import RequestOutput as RequestOutput
     from aserve.request import SamplingParams as SamplingParams
+    from aserve.server.local_client import LocalClient as LocalClient
 
 __version__ = "0.1.0"
 
@@ -19,11 +20,12 @@ _HOMES = {
     "AsyncEngine": "aserve.engine.async_engine",
     "EngineConfig": "aserve.config",
     "LLM": "aserve.engine.llm",
+    "LocalClient": "aserve.server.local_client",
     "RequestOutput": "aserve.request",
     "SamplingParams": "aserve.request",
 }
 
-__all__ = ["LLM", "AsyncEngine", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "EngineConfig", "LocalClient", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -38,10 +38,7 @@ def create_app(engine: AsyncEngine, config: Config, state: ServerState | None = 
     app = Starlette(
         routes=[
             *_probes(state),
-            *_model_api(state),
-            *messages_routes(state),
-            *responses_routes(state),
-            *http_responses_routes(state),
+            *api_routes(state),
             *pages,
         ],
         middleware=[
@@ -55,6 +52,16 @@ def create_app(engine: AsyncEngine, config: Config, state: ServerState | None = 
     )
     app.router.redirect_slashes = False
     return app
+
+
+def api_routes(state: ServerState) -> list[BaseRoute]:
+    """Return the endpoints of the API itself, without gates."""
+    return [
+        *_model_api(state),
+        *messages_routes(state),
+        *responses_routes(state),
+        *http_responses_routes(state),
+    ]
 
 
 def _probes(state: ServerState) -> list[BaseRoute]:
