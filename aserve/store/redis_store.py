@@ -24,8 +24,9 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as SilentError
 from redis.retry import Retry
 
-from aserve.errors import CapacityError, ConfigError
+from aserve.errors import ConfigError
 from aserve.store.record import StoredResponse
+from aserve.store.unavailable import store_unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class RedisStore:
     @contextmanager
     def _asking(self) -> Iterator[None]:
         if time.monotonic() < self._retry_at_s:
-            raise _unavailable()
+            raise store_unavailable()
         try:
             yield
         except RedisError as error:
@@ -148,7 +149,7 @@ class RedisStore:
             if not self._is_lost:
                 logger.error("%s does not keep responses at present: %s", self._place, error)
             self._is_lost = True
-            raise _unavailable() from error
+            raise store_unavailable() from error
         if self._is_lost:
             logger.info("%s keeps responses again", self._place)
             self._is_lost = False
@@ -171,7 +172,3 @@ def open_redis(url: str, max_bytes: int, max_age_s: float) -> RedisStore:
 
 def _name(response_id: str) -> bytes:
     return response_id.encode(errors="surrogatepass")  # ids come from clients
-
-
-def _unavailable() -> CapacityError:
-    return CapacityError("the store of responses cannot be reached at present", retry_after_s=2)

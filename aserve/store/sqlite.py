@@ -1,12 +1,17 @@
 """Responses in an SQLite file, which survive a restart and may be shared by the processes of one host."""
 
+import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from aserve.errors import ConfigError
 from aserve.store.record import COLUMNS, StoredResponse
+from aserve.store.unavailable import store_unavailable
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1  # of the table; a file of another version is not touched
 BUSY_TIMEOUT_S = 10.0
@@ -31,7 +36,10 @@ DELETE FROM responses WHERE response_id IN (
 
 
 class SqliteStore:
-    """One file in write-ahead mode. Raises ConfigError if it cannot be opened or belongs to something else."""
+    """One file in write-ahead mode; raises CapacityError while it cannot be used.
+
+    The start raises ConfigError if the file cannot be opened or belongs to something else.
+    """
 
     blocks = True
 
@@ -39,6 +47,7 @@ class SqliteStore:
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
         self._clock = clock
+        self._path = path
         self._num_bytes = 0  # as far as this process knows; what others add is found when it looks
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,31 +60,46 @@ class SqliteStore:
         """Keep ``response``, in place of one with the same id, and drop what is too old or too much."""
         values = [getattr(response, name) for name in COLUMNS]
         now = self._clock()
-        self._database.execute("BEGIN IMMEDIATE")
-        try:
+        with self._asking(), self._writing():
             self._database.execute(INSERT, (*values, now, response.num_bytes))
             self._database.execute(DELETE_EXPIRED, (now - self._max_age_s,))
             self._num_bytes += response.num_bytes
             if self._num_bytes > self._max_bytes:
                 self._database.execute(DELETE_BEYOND, (self._max_bytes,))
                 self._num_bytes = self._count_bytes()
-        except BaseException:
-            self._database.execute("ROLLBACK")
-            raise
-        self._database.execute("COMMIT")
 
     def get(self, response_id: str) -> StoredResponse | None:
         """Return the response, None if it is not here or too old."""
-        row = self._database.execute(SELECT, (response_id, self._clock() - self._max_age_s)).fetchone()
+        with self._asking():
+            row = self._database.execute(SELECT, (response_id, self._clock() - self._max_age_s)).fetchone()
         return None if row is None else StoredResponse(*row)
 
     def delete(self, response_id: str) -> bool:
         """Forget the response; False if there was none."""
-        return self._database.execute("DELETE FROM responses WHERE response_id = ?", (response_id,)).rowcount > 0
+        with self._asking():
+            return self._database.execute("DELETE FROM responses WHERE response_id = ?", (response_id,)).rowcount > 0
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._database.close()
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:  # locked for too long, a full disk, a file that was damaged or taken away
+            logger.error("%s does not keep responses at present: %s", self._path, error)
+            raise store_unavailable() from error
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")
 
     def _prepare(self) -> None:
         (version,) = self._database.execute("PRAGMA user_version").fetchone()

@@ -9,7 +9,7 @@ import pytest
 from doubles_redis import RedisServer
 from redis import Redis
 
-from aserve.errors import ConfigError
+from aserve.errors import CapacityError, ConfigError
 from aserve.store.memory import MemoryStore
 from aserve.store.open import open_store
 from aserve.store.record import OVERHEAD_BYTES, ResponseStore, StoredResponse
@@ -195,3 +195,17 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot keep responses"):
             SqliteStore(path, 1, 1)
     assert text.read_text() == "no database " * 100
+
+
+def test_a_file_that_breaks_is_told_apart_from_a_response_that_is_not_there(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a.db", 10**6, 10)
+    store.put(response("resp_1"))
+    other = sqlite3.connect(tmp_path / "a.db")
+    other.execute("DROP TABLE responses")
+    other.commit()
+    for use in (lambda: store.get("resp_1"), lambda: store.delete("resp_1"), lambda: store.put(response("resp_2"))):
+        with pytest.raises(CapacityError, match="store of responses") as caught:
+            use()
+        assert caught.value.retry_after_s
+    other.close()
+    store.close()
