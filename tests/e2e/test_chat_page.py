@@ -77,6 +77,24 @@ async def test_text_grows_while_it_streams_and_the_speed_is_shown(browser: Brows
 
 
 @in_loop
+async def test_thoughts_are_open_while_the_model_thinks_and_folded_behind_its_answer(browser: Browser) -> None:
+    thought = ("first this, then that " * 8).strip()
+    async with scripted_server(step_time_s=0.005, reasoning_parser="think") as live, browser.page() as page:
+        await open_chat(page, live)
+        await say(page, f"say <think>{thought}</think>Done.")
+        await page.wait_for("document.querySelector('.thoughts[open] summary')?.textContent === 'Thinking'")
+        assert await answer(page) == ""
+        await page.wait_for(IDLE)
+        assert await answer(page) == "Done."
+        assert await page("textContent", ".thoughts div") == thought
+        assert await page("evaluate", "document.querySelector('.thoughts').open") is False
+        assert await page("textContent", ".thoughts summary") == "Thoughts"
+        await ask(page, "say <think>only a thought.")
+        assert await page("evaluate", "[...document.querySelectorAll('.thoughts')].at(-1).open") is True
+        assert await page("problems") == []
+
+
+@in_loop
 async def test_stop_ends_the_answer_on_the_server_and_the_conversation_goes_on(browser: Browser) -> None:
     async with scripted_server(step_time_s=0.005) as live, browser.page() as page:
         await open_chat(page, live)

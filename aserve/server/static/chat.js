@@ -93,7 +93,7 @@ function startAnswer() {
   const stats = document.createElement("div");
   stats.className = "stats";
   element.append(stats);
-  answer = { element, body, stats, text: "", startMs: performance.now(), firstMs: 0, numDeltas: 0, frame: 0 };
+  answer = { element, body, stats, thoughts: null, text: "", startMs: performance.now(), firstMs: 0, numDeltas: 0, frame: 0 };
 }
 
 function isAtBottom() {
@@ -125,17 +125,48 @@ function formatDuration(ms) {
   return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`;
 }
 
+conversation.addEventListener("thought", ({ detail }) => {
+  answer.thoughts ??= addThoughts(answer.element);
+  answer.thoughts.text.append(detail.text);
+  countDelta();
+});
+
 conversation.addEventListener("delta", ({ detail }) => {
+  if (answer.text === "") closeThoughts();
+  answer.text += detail.text;
+  countDelta();
+});
+
+function countDelta() {
   answer.firstMs ||= performance.now();
   answer.numDeltas += 1;
-  answer.text += detail.text;
   answer.frame ||= requestAnimationFrame(draw);
-});
+}
+
+/** What the model thinks is open while it does, and can be unfolded afterwards. */
+function addThoughts(element) {
+  const details = document.createElement("details");
+  details.className = "thoughts";
+  details.open = true;
+  const summary = document.createElement("summary");
+  summary.textContent = "Thinking";
+  const text = document.createElement("div");
+  details.append(summary, text);
+  element.prepend(details);
+  return { details, summary, text };
+}
+
+function closeThoughts() {
+  if (answer.thoughts === null) return;
+  answer.thoughts.summary.textContent = "Thoughts";
+  answer.thoughts.details.open = answer.text === "" && !conversation.isRunning; // alone, they are all there is to see
+}
 
 conversation.addEventListener("end", ({ detail }) => {
   cancelAnimationFrame(answer.frame);
   const follow = isAtBottom();
   renderMarkdown(answer.body, answer.text);
+  if (answer.text === "") closeThoughts();
   answer.stats.textContent = describeEnd(detail);
   answer.element.classList.remove("running");
   answer.element.removeAttribute("aria-busy");

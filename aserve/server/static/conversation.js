@@ -159,6 +159,8 @@ export class Conversation extends EventTarget {
     } else if (event.type === "response.output_text.delta") {
       this.#turn.text += event.delta;
       this.#announce("delta", { text: event.delta });
+    } else if (event.type === "response.reasoning_text.delta") {
+      this.#announce("thought", { text: event.delta });
     } else if (TERMINAL.has(event.type)) {
       const { response } = event;
       if (response.status !== "failed") this.#previousId = response.id;
