@@ -120,6 +120,7 @@ async def test_a_lost_redis_is_told_and_everything_else_goes_on(
     async with scripted_server(response_store=redis.url) as live, plain(live) as client, live.connect() as socket:
         kept = (await create(client, "say a")).json()["id"]
         assert (await client.get(f"/responses/{kept}")).status_code == 200
+        await until(lambda: not live.state.archive._on_way)  # till then it is found without Redis
         redis.stop()
         for _ in range(2):
             lost = await client.get(f"/responses/{kept}")
