@@ -82,9 +82,12 @@ async def test_a_frame_is_one_write_and_a_token_switches_no_task(monkeypatch: py
         for connection in connections:
             connection.transport.abort()
         await live.lose_connections()
-        while runner.launched:
-            runner.complete_next()
-        await live.become_idle()
+        becoming_idle = asyncio.create_task(live.become_idle())
+        while not becoming_idle.done():  # a step may still be launched before the loop learns that nobody is left
+            while runner.launched:
+                runner.complete_next()
+            await asyncio.sleep(0.001)
+        await becoming_idle
 
 
 async def run_steps(live: Any, count: int) -> None:
