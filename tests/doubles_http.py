@@ -73,6 +73,22 @@ def answer_by(choose: Callable[[str], str]) -> Script:
     return script
 
 
+class Turns:
+    """A script that gives ``replies`` one after another, a turn each, letter by letter, and keeps the prompts."""
+
+    def __init__(self, replies: Sequence[str]) -> None:
+        self.prompts: list[list[int]] = []
+        self.replies = [[token for letter in text for token in demo_tokenizer().encode(letter)] for text in replies]
+
+    def __call__(self, tokens: Sequence[int], position: int) -> int:
+        known = list(tokens[:position])
+        cues = [end for end in range(2, position + 1) if tuple(known[end - 2 : end]) == CUE]
+        if cues[-1] == position:
+            self.prompts.append(known)
+        reply, spoken = [*self.replies[len(cues) - 1], EOS], position - cues[-1]
+        return reply[min(spoken, len(reply) - 1)]
+
+
 def count_up(tokens: Sequence[int], position: int) -> int:
     """Go on for ever with tokens that depend on the whole row."""
     return 300 + (sum(tokens[:position]) * 31 + position) % 40000

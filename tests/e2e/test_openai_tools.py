@@ -1,13 +1,13 @@
 """Loops of two tools with the official client, over HTTP and over ``responses.connect()``, on the demo's vocabulary."""
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
 import pytest
-from doubles_http import CUE, EOS, demo_tokenizer
+from doubles_http import EOS, Turns, demo_tokenizer
 from doubles_http import LIMITS as DEMO_LIMITS
 from doubles_socket import MODEL, Live, in_loop, live_server, scripted_engine
 from openai.types.responses import Response
@@ -26,24 +26,8 @@ RESULTS = {"get_weather": "sunny", "run": "21"}
 QUESTION = "How warm is it?"
 
 
-class Device:
-    """Gives the replies one after another, in tokens of one character where that can be, and keeps the prompts."""
-
-    def __init__(self) -> None:
-        self.prompts: list[list[int]] = []
-        self.replies = [[token for letter in reply for token in demo_tokenizer().encode(letter)] for reply in REPLIES]
-
-    def __call__(self, tokens: Sequence[int], position: int) -> int:
-        known = list(tokens[:position])
-        cues = [end for end in range(2, position + 1) if tuple(known[end - 2 : end]) == CUE]
-        if cues[-1] == position:
-            self.prompts.append(known)
-        reply, spoken = [*self.replies[len(cues) - 1], EOS], position - cues[-1]
-        return reply[min(spoken, len(reply) - 1)]
-
-
 @asynccontextmanager
-async def tool_server(device: Device) -> AsyncIterator[tuple[Live, openai.AsyncOpenAI]]:
+async def tool_server(device: Turns) -> AsyncIterator[tuple[Live, openai.AsyncOpenAI]]:
     async with (
         scripted_engine(device, limits=DEMO_LIMITS, tokenizer=demo_tokenizer()) as engine,
         live_server(engine) as live,
@@ -80,7 +64,7 @@ async def run_loop(ask: Ask, *, is_stateful: bool) -> list[Response]:
     return responses
 
 
-def check_loop(responses: list[Response], device: Device, *, continues: bool) -> None:
+def check_loop(responses: list[Response], device: Turns, *, continues: bool) -> None:
     """Check the answer, and what the device saw: the calls and results as the template writes them."""
     assert [item.type for response in responses for item in response.output] == [
         "function_call",
@@ -110,7 +94,7 @@ def check_loop(responses: list[Response], device: Device, *, continues: bool) ->
 @pytest.mark.parametrize("is_stateful", [True, False], ids=["by id", "whole history"])
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
 async def test_a_loop_over_http(is_stateful: bool, is_streamed: bool) -> None:
-    device = Device()
+    device = Turns(REPLIES)
     async with tool_server(device) as (_, client):
 
         async def ask(**fields: Any) -> Response:
@@ -128,7 +112,7 @@ async def test_a_loop_over_http(is_stateful: bool, is_streamed: bool) -> None:
 @in_loop
 @pytest.mark.parametrize("store", [True, False], ids=["stored", "in the lane"])
 async def test_a_loop_on_a_socket(store: bool) -> None:
-    device = Device()
+    device = Turns(REPLIES)
     async with tool_server(device) as (_, client), client.responses.connect() as connection:
 
         async def ask(**fields: Any) -> Response:
@@ -145,7 +129,7 @@ async def test_a_loop_on_a_socket(store: bool) -> None:
 
 @in_loop
 async def test_calls_are_stored_and_listed() -> None:
-    async with tool_server(Device()) as (_, client):
+    async with tool_server(Turns(REPLIES)) as (_, client):
 
         async def ask(**fields: Any) -> Response:
             return await client.responses.create(model=MODEL, tools=TOOLS, **fields)

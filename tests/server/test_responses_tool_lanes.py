@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from doubles_http import CUE, EOS, demo_tokenizer
+from doubles_http import EOS, Turns
 from doubles_http import LIMITS as DEMO_LIMITS
 from doubles_responses import plain, read_sse
 from doubles_socket import Live, in_loop, live_server, respond, scripted_engine
@@ -50,24 +50,8 @@ def thinking_tokenizer() -> Tokenizer:
     return Tokenizer(*build_gguf_tokenizer(dataclasses.replace(header, metadata=metadata)))
 
 
-class Device:
-    """Gives the replies one after another, letter by letter, and keeps the prompts."""
-
-    def __init__(self, replies: Sequence[str] = REPLIES) -> None:
-        self.prompts: list[list[int]] = []
-        self.replies = [[token for letter in text for token in demo_tokenizer().encode(letter)] for text in replies]
-
-    def __call__(self, tokens: Sequence[int], position: int) -> int:
-        known = list(tokens[:position])
-        cues = [end for end in range(2, position + 1) if tuple(known[end - 2 : end]) == CUE]
-        if cues[-1] == position:
-            self.prompts.append(known)
-        reply, spoken = [*self.replies[len(cues) - 1], EOS], position - cues[-1]
-        return reply[min(spoken, len(reply) - 1)]
-
-
 @asynccontextmanager
-async def thinking_server(device: Device) -> AsyncIterator[Live]:
+async def thinking_server(device: Turns) -> AsyncIterator[Live]:
     async with (
         scripted_engine(device, limits=DEMO_LIMITS, tokenizer=thinking_tokenizer()) as engine,
         live_server(engine) as live,
@@ -81,7 +65,7 @@ def result_of(response: dict[str, Any]) -> dict[str, Any]:
 
 @in_loop
 async def test_a_lane_goes_on_with_what_was_thought_and_called_until_the_template_drops_it() -> None:
-    device = Device()
+    device = Turns(REPLIES)
     async with thinking_server(device) as live, live.connect() as socket:
         ask: dict[str, Any] = {"tools": TOOLS, "store": False}
         first = (await respond(socket, input="Weather in Oslo?", **ask))[-1]["response"]
@@ -106,7 +90,7 @@ async def test_a_lane_goes_on_with_what_was_thought_and_called_until_the_templat
 
 @in_loop
 async def test_each_of_twenty_turns_computes_a_page_at_most_besides_what_is_new() -> None:
-    device = Device([THOUGHT + CALL] * 20 + [REPLIES[1]])
+    device = Turns([THOUGHT + CALL] * 20 + [REPLIES[1]])
     ask: dict[str, Any] = {"tools": TOOLS, "store": False}
     async with thinking_server(device) as live, live.connect() as socket:
         response = (await respond(socket, input="Weather in Oslo?", **ask))[-1]["response"]
@@ -123,7 +107,7 @@ async def test_each_of_twenty_turns_computes_a_page_at_most_besides_what_is_new(
 
 @in_loop
 async def test_an_agent_that_sends_back_encrypted_content_gets_the_same_prompt() -> None:
-    device = Device()
+    device = Turns(REPLIES)
     async with thinking_server(device) as live, plain(live) as client:
         fields: dict[str, Any] = {"tools": TOOLS, "store": False, "include": ["reasoning.encrypted_content"]}
         question = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather in Oslo?"}]}
@@ -148,7 +132,7 @@ async def test_the_effort_of_none_reaches_the_template() -> None:
     header = read_gguf_header(find_demo_model().path)
     metadata = header.metadata | {"tokenizer.chat_template": template}
     tokenizer = Tokenizer(*build_gguf_tokenizer(dataclasses.replace(header, metadata=metadata)))
-    device = Device()
+    device = Turns(REPLIES)
     async with (
         scripted_engine(device, limits=DEMO_LIMITS, tokenizer=tokenizer) as engine,
         live_server(engine) as live,
