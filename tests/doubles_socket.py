@@ -160,6 +160,13 @@ async def send(socket: ClientConnection, kind: str = "response.create", **fields
     await socket.send(json.dumps({"type": kind, **fields}))
 
 
+def in_one_write(socket: ClientConnection, *messages: dict[str, Any]) -> None:
+    """Send frames that reach the server in one segment."""
+    for message in messages:
+        socket.protocol.send_text(json.dumps(message).encode())
+    socket.transport.write(b"".join(socket.protocol.data_to_send()))
+
+
 async def receive(socket: ClientConnection) -> dict[str, Any]:
     text = await socket.recv()
     assert isinstance(text, str), "the server sent a binary frame"

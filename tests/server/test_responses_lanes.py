@@ -1,7 +1,6 @@
 """Continuation, order and parallelism on one socket (protocol.md 1.3 and 1.4)."""
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from doubles_socket import (
     LIMITS,
     TERMINAL,
     in_loop,
+    in_one_write,
     kinds,
     receive,
     receive_until,
@@ -304,13 +304,6 @@ async def test_cancel_before_the_first_token_still_gives_a_whole_response() -> N
         while runner.launched:
             runner.complete_next()
         await live.become_idle()
-
-
-def in_one_write(socket: ClientConnection, *messages: dict[str, Any]) -> None:
-    """Send frames that reach the server in one segment."""
-    for message in messages:
-        socket.protocol.send_text(json.dumps(message).encode())
-    socket.transport.write(b"".join(socket.protocol.data_to_send()))
 
 
 @in_loop

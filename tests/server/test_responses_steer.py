@@ -19,6 +19,7 @@ from doubles_socket import (
     ServedTokenizer,
     check_event,
     in_loop,
+    in_one_write,
     kinds,
     live_server,
     receive,
@@ -70,13 +71,6 @@ def numbers(events: list[dict[str, Any]]) -> list[int]:
 
 def answer_of(event: dict[str, Any]) -> str:
     return "".join(item["content"][0]["text"] for item in event["response"]["output"])
-
-
-def in_one_write(socket: ClientConnection, *messages: dict[str, Any]) -> None:
-    """Send frames that reach the server in one segment."""
-    for message in messages:
-        socket.protocol.send_text(json.dumps(message).encode())
-    socket.transport.write(b"".join(socket.protocol.data_to_send()))
 
 
 @in_loop
