@@ -10,7 +10,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := .ci/constraints.txt
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+PROCESSES ?= 2
 ARGS ?=
+
+# What times something runs first and with nothing beside it, the rest in PROCESSES processes.
+PYTEST_ALONE := $(BIN)/python -m pytest -m
+PYTEST_BESIDE := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile -m
 
 .PHONY: serve test check fix test-full test-gpu wheel clean
 
@@ -18,7 +23,8 @@ serve: $(VENV)/.installed
 	$(BIN)/aserve serve $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest -m "not full and not gpu" $(ARGS)
+	$(PYTEST_ALONE) "alone and not full and not gpu" $(ARGS)
+	$(PYTEST_BESIDE) "not alone and not full and not gpu" $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -30,11 +36,12 @@ fix: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 test-full: check
-	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 $(ARGS)
+	$(PYTEST_ALONE) "alone and not gpu" --timeout 3600 $(ARGS)
+	$(PYTEST_BESIDE) "not alone and not gpu" --timeout 3600 $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "gpu and alone" -p no:cacheprovider --timeout 300 $(ARGS)
-	$(BIN)/python -m pytest -m "gpu and not alone" -p no:cacheprovider --timeout 300 -n 6 --dist loadgroup $(ARGS)
+	$(PYTEST_ALONE) "gpu and alone" -p no:cacheprovider --timeout 300 $(ARGS)
+	$(BIN)/python -m pytest -n 6 --dist loadgroup -m "gpu and not alone" -p no:cacheprovider --timeout 300 $(ARGS)
 
 wheel: $(VENV)/.installed
 	$(PIP) wheel --no-deps -w dist .

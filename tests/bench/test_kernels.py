@@ -203,6 +203,7 @@ def test_pages_that_calls_go_through_are_larger_than_the_cache(monkeypatch: pyte
     assert kernels._num_copies(case) == kernels.MIN_COPIES
 
 
+@pytest.mark.alone
 def test_times_are_those_of_one_call() -> None:
     import time
 

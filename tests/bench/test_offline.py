@@ -38,6 +38,7 @@ def test_tokens_and_steps_are_counted_exactly(scripted: ScriptedRunner, capsys: 
     assert run["total_tokens_per_s"] == pytest.approx((16 + run["num_output_tokens"]) / run["duration_s"])
 
 
+@pytest.mark.alone
 def test_times_are_those_of_the_steps(scripted: ScriptedRunner, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "offline", "--workload", "single", "--output-len", "40", "--json", "-"]) == 0
     run = json.loads(capsys.readouterr().out)["median"]
@@ -107,6 +108,7 @@ def test_a_model_with_random_weights_is_measured(tmp_path: Path, capsys: pytest.
     assert result["model"] == tmp_path.name
 
 
+@pytest.mark.alone
 def test_streams_one_request_after_the_other(scripted: ScriptedRunner, capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--num-prompts", "12", "--input-len", "8", "--output-len", "20", "--concurrency", "4", "--stagger-s", "0.2"]
     assert main(["bench", "offline", *load, "--warmup", "0", "--json", "-"]) == 0

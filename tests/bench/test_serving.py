@@ -57,6 +57,7 @@ def test_the_table_the_files_and_an_objective_that_nothing_meets(
     assert (tmp_path / "out.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.alone
 def test_streams_that_begin_spread_out_and_probes_beside_them(capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--concurrency", "4", "--stagger-s", "0.4", "--num-prompts", "12", "--output-len", "100"]
     assert bench(*load, "--transport", "ws", "--probe-interval-s", "0.05", "--json", "-") == 0

@@ -143,6 +143,7 @@ def test_together_each_gets_what_it_gets_alone(runner, engine):
     runner.run(run())
 
 
+@pytest.mark.alone
 def test_the_loop_stays_responsive_while_the_model_computes(runner, engine):
     async def run():
         lags = []

@@ -231,6 +231,7 @@ async def best_of_seven(runner, sink, rows):
     return best
 
 
+@pytest.mark.alone
 async def test_schedule_commit_text_stops_and_metrics_stay_near_the_floor():
     runner = ScriptedRunner(WIDE, say_a, step_time_s=None)
     async with running_engine(runner) as engine:

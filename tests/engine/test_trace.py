@@ -142,6 +142,7 @@ def test_a_record_without_a_start_replays_from_the_next_picture(tmp_path, monkey
     assert report.num_steps == 7
 
 
+@pytest.mark.alone
 def test_a_picture_of_the_heaviest_scheduler_is_short():
     """Whether few long runs, many short ones or waiting prompts make the weight."""
     limits = Limits(

@@ -3,6 +3,7 @@
 import sys
 from time import thread_time
 
+import pytest
 from doubles_scheduler import make_limits, make_request
 
 from aserve.scheduler.delta import SequenceDelta
@@ -70,6 +71,7 @@ def test_work_that_is_not_one_delta_a_row_does_not_grow_with_the_rows() -> None:
     assert len(calls) <= NUM_ROWS * PAGE_SIZE + 5 * NUM_ROWS + 40 * PAGE_SIZE
 
 
+@pytest.mark.alone
 def test_a_step_takes_little_more_than_a_bare_loop() -> None:
     scheduler, in_flight = start_decodes()
     request_ids = [f"r{number}" for number in range(NUM_ROWS)]

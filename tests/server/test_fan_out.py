@@ -101,6 +101,7 @@ async def run_steps(live: Any, count: int) -> None:
             await asyncio.sleep(0.001)
 
 
+@pytest.mark.alone
 @in_loop
 async def test_the_way_through_the_sink_costs_less_than_twice_the_bare_write() -> None:
     """Machines differ in how quick the bare write is: the ratio of the same code was seen from 1.2 to 1.65."""
@@ -108,6 +109,7 @@ async def test_the_way_through_the_sink_costs_less_than_twice_the_bare_write() -
     assert costs.ratio_to_floor("sink") < 2, costs.by_way
 
 
+@pytest.mark.alone
 @pytest.mark.full
 @in_loop
 async def test_the_way_through_the_sink_costs_little_more_than_the_bare_write() -> None:

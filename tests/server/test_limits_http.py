@@ -173,6 +173,7 @@ async def test_a_head_that_never_comes_ends_the_connection(monkeypatch: pytest.M
         assert len(times) > seen  # a request that is being answered has no such deadline
 
 
+@pytest.mark.alone
 @in_loop
 async def test_probes_are_answered_beside_256_streams() -> None:
     limits = type(LIMITS)(

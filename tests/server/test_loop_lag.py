@@ -3,12 +3,14 @@
 import asyncio
 import time
 
+import pytest
 import uvloop
 
 from aserve.metrics import Metrics
 from aserve.server.loop_lag import INTERVAL_S, LoopLag
 
 
+@pytest.mark.alone
 def test_a_blocked_loop_shows() -> None:
     async def run() -> None:
         metrics = Metrics()

@@ -78,6 +78,7 @@ async def ask(port: int) -> tuple[int, float, bytes]:
     return int(answer.split(maxsplit=2)[1]), seconds, answer
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("many_files")
 def test_thousands_of_requests_at_once(tmp_path: Path) -> None:
     with serving(scripted(), tmp_path / "log", is_watched=False) as server:
@@ -102,6 +103,7 @@ def test_thousands_of_requests_at_once(tmp_path: Path) -> None:
         server.check_log()
 
 
+@pytest.mark.alone
 @in_loop
 async def test_probes_are_answered_in_time_while_huge_bodies_come_in() -> None:
     text = json.dumps({"messages": [{"role": "user", "content": "lorem ipsum " * 400_000}]}).encode()

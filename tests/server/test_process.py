@@ -64,6 +64,7 @@ def close_code(connection: ClientConnection) -> int | None:
         return closed.rcvd.code if closed.rcvd else None
 
 
+@pytest.mark.alone
 def test_everything_open_is_ended_and_the_process_exits_with_0(tmp_path: Path) -> None:
     with serving(scripted("drain_timeout_s=2"), tmp_path / "log") as server, ExitStack() as stack:
         server.wait_for("/ready", 200)
@@ -162,6 +163,7 @@ def test_a_client_that_does_not_read_does_not_hold_the_process_up(tmp_path: Path
         server.check_log()
 
 
+@pytest.mark.alone
 def test_probes_answer_while_the_model_loads_and_a_signal_ends_the_load(tmp_path: Path) -> None:
     with serving(scripted("load_s=60"), tmp_path / "log") as server:
         server.wait_for("/health", 200)
@@ -194,6 +196,7 @@ def test_the_first_request_after_ready_succeeds(tmp_path: Path) -> None:
         server.check_log()
 
 
+@pytest.mark.alone
 def test_a_failed_step_ends_every_client_and_the_process(tmp_path: Path) -> None:
     with serving(scripted("fail_step=60"), tmp_path / "log") as server, ExitStack() as stack:
         server.wait_for("/ready", 200)

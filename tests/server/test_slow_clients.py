@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
+import pytest
 from doubles_engine import until
 from doubles_http import CUE, Live, count_up, in_loop, live_server, raw_post
 
@@ -68,6 +69,7 @@ async def test_stalled_readers_that_reset_their_connections_end_their_requests()
         await live.check_alive()
 
 
+@pytest.mark.alone
 @in_loop
 async def test_stalled_readers_are_cut_off_and_disturb_nobody() -> None:
     async with live_server(cheap, step_time_s=0.01, stall_timeout_s=6.0) as live:

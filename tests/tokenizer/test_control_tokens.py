@@ -99,6 +99,7 @@ def test_lone_surrogates_are_refused(text: str) -> None:
         TOKENS.mark(text)
 
 
+@pytest.mark.alone
 def test_hostile_text_takes_no_longer_than_its_length_allows(demo_tokenizer: Tokenizer) -> None:
     reserved = ControlTokens(ControlToken(n, f"<|reserved_special_token_{n}|>") for n in range(256))
 

@@ -132,6 +132,7 @@ def test_the_number_of_tokens_that_are_not_text_alone(demo_tokenizer: Tokenizer)
     assert {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xC0, 0xC1, 0xF1, 0xF2, *range(0xF5, 0x100)} == missing
 
 
+@pytest.mark.alone
 def test_a_push_costs_little_more_than_looking_a_text_up(demo_tokenizer: Tokenizer) -> None:
     ids = demo_tokenizer.encode("The quick brown fox jumps over the lazy dog, again and again. " * 300)
     texts = [demo_tokenizer.decode([token_id]) for token_id in range(3000)]

@@ -107,6 +107,7 @@ def best_time(stops: Sequence[str], pushes: Sequence[str]) -> float:
     return best
 
 
+@pytest.mark.alone
 def test_time_is_linear_in_the_text_whatever_the_stops() -> None:
     pushes = ["a" * 4] * 4000
     simple = best_time(["ab"], pushes)
@@ -129,6 +130,7 @@ def _build_time(stops: Sequence[str]) -> float:
     return time.perf_counter() - start
 
 
+@pytest.mark.alone
 def test_text_that_begins_no_stop_costs_next_to_nothing() -> None:
     pushes = [" word"] * 4000
 
