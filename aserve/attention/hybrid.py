@@ -24,13 +24,15 @@ from aserve.errors import ConfigError
 class HybridPlan:
     """The plans of both slices, None for an empty one.
 
-    In a captured plan the chunks' first token changes from step to step, so that part gets all tokens.
+    In a captured plan the chunks' first token changes from step to step, so that part gets all tokens, and
+    ``num_decode_tokens`` says on the device where they begin.
     """
 
     num_decodes: int
     decode: Any
     prefill: Any
     first_chunk_token: int
+    num_decode_tokens: Tensor | None = None  # [1] int32
 
 
 class HybridBackend(AttentionBackend):
@@ -82,7 +84,11 @@ class HybridBackend(AttentionBackend):
                 continue
             _, part_lse = backend.forward(q[section], layer_kv, part, spec, return_lse=return_lse, out=out[section])
             if lse is not None and part_lse is not None:
-                lse[section] = convert_lse(part_lse, backend.lse_base, self.lse_base)
+                part_lse = convert_lse(part_lse, backend.lse_base, self.lse_base)
+                if part is plan.prefill and plan.num_decode_tokens is not None:
+                    is_chunk = torch.arange(len(lse), device=lse.device) >= plan.num_decode_tokens
+                    part_lse = torch.where(is_chunk.unsqueeze(1), part_lse, lse)
+                lse[section] = part_lse
         return out, lse
 
     @property
@@ -102,7 +108,7 @@ class HybridBackend(AttentionBackend):
         if num_chunks:
             section = CaptureShape(shape.num_tokens, 0, num_chunks)
             prefill = self._prefill.prepare_capture(section, tables.section(num_decodes, num_decodes + num_chunks))
-        return HybridPlan(num_decodes, decode, prefill, first_chunk_token=0)
+        return HybridPlan(num_decodes, decode, prefill, 0, num_decode_tokens=tables.cu_query_lens[:1])
 
     def convert(self, plan: HybridPlan) -> None:
         if plan.decode is not None:

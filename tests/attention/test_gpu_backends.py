@@ -210,6 +210,7 @@ def test_dirty_workspaces_do_not_show() -> None:
         for lists in backend._captured_lists.values():
             for tensor in (lists.starts, lists.pages, lists.last_page_lens, lists.query_starts):
                 tensor.fill_(0)
+        backend._planned_decodes = None  # what it has planned is no longer there
         run.replay(case)
 
 

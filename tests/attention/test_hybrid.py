@@ -138,10 +138,12 @@ class NotingBackend(RecordingBackend):
     def prepare_replay(self, plan: Any, lens: StepLens) -> None:
         self.log.append((self.name, "replay", plan, lens.key_lens.tolist(), lens.cu_query_lens.tolist()))
 
-    def forward(self, q: Tensor, *_: Any, out: Tensor | None = None, **__: Any) -> tuple[Tensor, None]:
+    def forward(
+        self, q: Tensor, *_: Any, out: Tensor | None = None, return_lse: bool = False, **__: Any
+    ) -> tuple[Tensor, Tensor | None]:
         assert out is not None
         self.log.append((self.name, "forward", len(q), len(out)))
-        return out, None
+        return out, torch.full((len(q), 1), {"one": 1.0, "two": 2.0}[self.name]) if return_lse else None
 
 
 def test_a_captured_mixed_step_gives_each_backend_its_section() -> None:
@@ -160,7 +162,9 @@ def test_a_captured_mixed_step_gives_each_backend_its_section() -> None:
     hybrid.prepare_replay(plan, StepLens(tables.key_lens.numpy(), tables.cu_query_lens.numpy()))
     hybrid.convert(plan)
     layer_kv = LayerKV(torch.zeros(1), torch.zeros(1))
-    hybrid.forward(torch.zeros(10, 1, 64), layer_kv, plan, make_spec(1, 1, 64))
+    _, lse = hybrid.forward(torch.zeros(10, 1, 64), layer_kv, plan, make_spec(1, 1, 64), return_lse=True)
+    assert lse is not None
+    assert lse[:8].flatten().tolist() == [2.0, *[1.0] * 7], "the only decode's is its own backend's"
     assert log == [
         ("two", CaptureShape(3, 3, 0), [0, 1, 2], [9, 1, 1], [1, 8, 8]),
         ("one", CaptureShape(10, 0, 2), [3, 4], [7, 0], [1, 8, 8]),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aserve.runner.cuda.streams import NUM_SLOTS
 from aserve.runner.transfer import pack, unpack
 from aserve.sampling.sampler import BAD_LOGITS
 from aserve.scheduler.plan import StepTokens
@@ -27,6 +28,8 @@ class Downloads:
         self._max_num_seqs = max_num_seqs
         self._compute = compute
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()  # pinned [max_num_seqs] int32, given back when read
+        for _ in range(NUM_SLOTS):  # pinning memory later would make a step wait for the device
+            self._free.put(self._allocate())
 
     def plain(self, step_id: int, token_ids: Tensor) -> Download:
         """Fetch ``token_ids`` [N] int32, in which -1 marks a row without usable logits."""
@@ -66,7 +69,10 @@ class Downloads:
         try:
             return self._free.get_nowait()
         except queue.Empty:
-            return torch.empty(self._max_num_seqs, dtype=torch.int32, pin_memory=True)
+            return self._allocate()
+
+    def _allocate(self) -> Tensor:
+        return torch.empty(self._max_num_seqs, dtype=torch.int32, pin_memory=True)
 
     def _record(self) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)  # the waiting thread sleeps instead of spinning
