@@ -2,7 +2,7 @@
 
 ``python -m aserve.bench.load_process`` reads a job as one line of JSON, answers ``ready``, reads when to start (seconds
 on the clock that all processes of a machine share), and writes the size of its result and the result, timings and CPU
-time as JSON, when it is done. It ends with its standard input: what a process leaves in a pipe at its end can be lost.
+time as JSON, when it is done.
 """
 
 import asyncio
@@ -99,13 +99,13 @@ async def load_processes(jobs: Sequence[Job]) -> AsyncIterator[list[LoadProcess]
 def main() -> None:
     """Do one job."""
     job = _read_job(sys.stdin.buffer.readline())
-    sys.stdout.buffer.write(READY)
-    sys.stdout.buffer.flush()
-    result = uvloop.run(_run(job, float(sys.stdin.buffer.readline())))
-    output = orjson.dumps(result)
-    sys.stdout.buffer.write(b"%d\n%s" % (len(output), output))
-    sys.stdout.buffer.flush()
-    sys.stdin.buffer.read()
+    # With PYTHONUNBUFFERED, stdout.buffer is the bare file, and a write to a full pipe may take only a part.
+    with open(sys.stdout.fileno(), "wb", closefd=False) as answers:
+        answers.write(READY)
+        answers.flush()
+        result = uvloop.run(_run(job, float(sys.stdin.buffer.readline())))
+        output = orjson.dumps(result)
+        answers.write(b"%d\n%s" % (len(output), output))
 
 
 def _read_job(line: bytes) -> Job:

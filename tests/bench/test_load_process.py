@@ -15,8 +15,10 @@ from aserve.errors import AserveError
 JOB = Job(Server("http://127.0.0.1:9", "m"), "sse", "chat", LoadShare([LoadRequest("hi", 4)], [0.0], False))
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @in_loop
-async def test_results_larger_than_a_pipe_arrive_whole() -> None:
+async def test_results_larger_than_a_pipe_arrive_whole(monkeypatch: pytest.MonkeyPatch, unbuffered: str) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     share = LoadShare([LoadRequest([5, 6, 7], 2000)] * 12, [0.0] * 12, False)
     async with live_server() as live:
         job = Job(Server(live.url, "scripted"), "sse", "completions", share)

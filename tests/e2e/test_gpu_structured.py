@@ -83,4 +83,4 @@ async def test_grammars_hold_and_disturb_nobody(make_engine: MakeEngine, setting
     assert sum(output.finish_reason is FinishReason.STOP for output in [*patterns, *schemas]) >= 24
     assert len({output.text for output in [*patterns, *schemas]}) >= 24  # drawn, not forced
     if settings["dtype"] == "float32":
-        check_greedy(tokens_of(free), prompts)
+        check_greedy(prompts, tokens_of(free))
