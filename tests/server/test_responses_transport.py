@@ -136,6 +136,22 @@ async def test_an_append_goes_on_with_the_settings_of_the_latest_response() -> N
 
 
 @in_loop
+@pytest.mark.parametrize("how", [{"generate": False}, {"prompt_cache_options": {"prewarm": True}}])
+async def test_an_append_behind_a_warm_up_is_answered(how: dict[str, Any]) -> None:
+    settings = {"instructions": "be kind", "max_output_tokens": 2}
+    async with scripted_server() as live, live.connect() as socket:
+        warm = await respond(socket, input="say a", **settings, **how)
+        assert warm[-1]["response"]["usage"]["output_tokens"] == 0
+        for text in ("bcd", "efg"):
+            await send(socket, "response.append", input=f"say {text}")
+            events = await receive_until(socket, *TERMINAL)
+            assert (text_of(events), events[-1]["type"]) == (text[:2], "response.incomplete")
+            response = events[-1]["response"]
+            assert {name: response[name] for name in settings} == settings
+        assert response["usage"]["input_tokens"] == len("be kind\nsay a\nsay bcd\nbc\nsay efg\n")
+
+
+@in_loop
 async def test_appends_that_wait_go_on_from_one_another() -> None:
     async with scripted_server(step_time_s=0.001) as live, live.connect() as socket:
         await send(socket, input="say a")

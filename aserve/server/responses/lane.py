@@ -196,7 +196,8 @@ class Lane:
         items = read_input(payload.get("input"))
         if not items:
             raise ClientError("input is required", param="input", code="missing_required_parameter")
-        return replace(self.settings, items=items, previous_response_id=self.latest.response_id)
+        previous_id = self.latest.response_id
+        return replace(self.settings, items=items, previous_response_id=previous_id, generate=True)
 
     async def _previous(self, previous_id: str | None) -> KeptResponse | None:
         """Return what is continued, None for a new conversation."""

@@ -75,7 +75,7 @@ class ResponseRun:
         self._history: list[Item] = []
         self._prompt: list[Span] = []
         self._prompt_ids: tuple[int, ...] = ()  # of its spans
-        self._params: SamplingParams = request.params
+        self._params: SamplingParams = request.engine_params
         self._answer: AnswerEvents | None = None  # when it is known how to read it
         self._is_plain = False  # nearly every output is one event, of new text
         self._output_ids: list[int] = []
@@ -201,7 +201,7 @@ class ResponseRun:
     async def _plan(self) -> None:
         """Find out how the prompt is to be answered, and how the answer is to be read."""
         self._prompt_ids = tuple(join_spans(self._prompt))
-        plan = self._style.plan(self.request.tools.options, self.request.params, self._prompt_ids)
+        plan = self._style.plan(self.request.tools.options, self.request.engine_params, self._prompt_ids)
         await prepare_grammar(self._engine, plan.params, {})  # what is wrong now is wrong with the tools
         reader = plan.reader()
         names = TokenNames(self._engine.tokenizer, hides_special=plan.params.skip_special_tokens)

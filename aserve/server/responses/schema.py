@@ -6,7 +6,7 @@ and what those refuse by name is refused here too.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -119,6 +119,11 @@ class ResponseRequest:
     background: bool
 
     @property
+    def engine_params(self) -> SamplingParams:
+        """How tokens are chosen: a warm-up wants none, though ``params`` are those of the turns that follow it."""
+        return self.params if self.generate else replace(self.params, max_tokens=0, min_tokens=0)
+
+    @property
     def outlives_client(self) -> bool:
         """True if its events go into a log, from which its client reads."""
         return self.is_resumable or self.background
@@ -129,11 +134,10 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
     fields = {name: value for name, value in payload.items() if value is not None}
     log_unknown(fields, KNOWN)
     _refuse_unsupported(fields)
-    generate = _read_generate(fields)
     reasoning = _read_reasoning(fields)
     template_kwargs = _read(fields, "chat_template_kwargs") or {}
     check_template_kwargs(template_kwargs)
-    params, priority = _read_sampling(fields, vocab_size, generate=generate)
+    params, priority = _read_sampling(fields, vocab_size)
     request = ResponseRequest(
         items=read_input(fields.get("input")),
         params=params,
@@ -142,7 +146,7 @@ def parse_create(payload: Mapping[str, Any], vocab_size: int) -> ResponseRequest
         previous_response_id=_read(fields, "previous_response_id"),
         model=_read(fields, "model"),
         metadata=_read_metadata(fields),
-        generate=generate,
+        generate=_read_generate(fields),
         tools=read_tools(
             fields.get("tools"),
             fields.get("tool_choice"),
@@ -209,14 +213,12 @@ def _read_generate(fields: Mapping[str, Any]) -> bool:
     return _read(fields, "generate") is not False and cache_options.get("prewarm") is not True
 
 
-def _read_sampling(fields: Mapping[str, Any], vocab_size: int, *, generate: bool) -> tuple[SamplingParams, int]:
+def _read_sampling(fields: Mapping[str, Any], vocab_size: int) -> tuple[SamplingParams, int]:
     """Return how tokens are chosen, and the priority."""
     common = convert_body({name: fields[name] for name in SAMPLING_FIELDS if name in fields}, CommonBody)
     max_tokens = _read(fields, "max_output_tokens")
     if max_tokens is not None and max_tokens < 1:
         raise ClientError("max_output_tokens must be at least 1", param="max_output_tokens")
-    if not generate:
-        max_tokens = common.min_tokens = 0
     top_logprobs = _read(fields, "top_logprobs") or 0
     logprobs = top_logprobs if LOGPROBS_INCLUDE in (fields.get("include") or ()) else None
     grammar = grammar_from(fields, TEXT_FORMAT)
