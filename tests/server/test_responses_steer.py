@@ -627,6 +627,21 @@ async def test_a_response_that_ends_badly_has_no_successor(how: str) -> None:
     assert numbers(peer.events) == list(range(len(peer.events)))
 
 
+@in_loop
+async def test_a_peer_that_does_not_read_what_is_handed_back_to_it_is_cut_off() -> None:
+    """What is refused stays behind the last events of the response, which wait for the peer."""
+    async with scripted_engine() as engine, slow_peer(engine) as (session, peer):
+        peer.is_writable = False
+        await say(session, input="say done", resumable=True)
+        await until(lambda: engine.metrics.num_generation_tokens == len("done") + 1 and not engine.stats().num_open)
+        (response_id,) = [lane.running.response_id for lane in session._lanes.values() if lane.running is not None]
+        for _ in range(4):
+            await say(session, "response.steer", previous_response_id=response_id, input="x" * 1_000_000)
+        assert not peer.is_closed
+        await say(session, "response.steer", previous_response_id=response_id, input="x" * 1_000_000)
+        assert peer.is_closed
+
+
 async def read_stored(live: Live, response_id: str) -> list[dict[str, Any]]:
     async with plain(live) as client:
         answer = await client.get(f"/responses/{response_id}", params={"stream": "true"})

@@ -47,7 +47,7 @@ class LaneSteering:
         self._target: ResponseRun | None = None  # begun, without a successor that has
         self._ended: EndedResponse | None = None  # the target before, or the last one
         self._successor_items: list[Item] | None = None  # grow until the successor begins
-        self._notices: list[tuple[str, Mapping[str, Any]]] = []  # about the target, to go out behind its last event
+        self._notices: list[bytes] = []  # events about the target, to go out behind its last one
         self._holds_notices = False
 
     def knows(self, response_id: str) -> bool:
@@ -152,9 +152,9 @@ class LaneSteering:
         """Write what was kept back."""
         self._holds_notices = False
         notices, self._notices = self._notices, []
-        for name, fields in notices:
-            assert self._target is not None
-            self._write(name, fields, self._target.events.take_number())
+        for notice in notices:
+            self._outlet.release(len(notice))
+            self._outlet.write(notice)
 
     def _park(self, parked: ParkedSteers, steer: Steer) -> None:
         parked.add(steer)
@@ -173,16 +173,19 @@ class LaneSteering:
         target = self._target
         if target is None or target.response_id != steer.previous_response_id:
             assert self._ended is not None
-            self._write(name, fields, self._ended.take_number())
+            self._outlet.write(steer_event(name, fields, self._ended.take_number(), self._stream_id))
         elif target.status is ResponseStatus.IN_PROGRESS:
             target.tell(name, fields)
-        elif self._holds_notices:
-            self._notices.append((name, fields))
         else:
-            self._write(name, fields, target.events.take_number())
+            self._write_behind(steer_event(name, fields, target.events.take_number(), self._stream_id))
 
-    def _write(self, name: str, fields: Mapping[str, Any], number: int) -> None:
-        self._outlet.write(steer_event(name, fields, number, self._stream_id))
+    def _write_behind(self, notice: bytes) -> None:
+        """Write what is to be told of a target that has ended, if its last event is written; a peer may be too slow."""
+        if self._holds_notices:
+            self._notices.append(notice)
+            self._outlet.hold(len(notice))
+        else:
+            self._outlet.write(notice)
 
 
 def _check_count(steers: Sequence[Steer]) -> None:
