@@ -15,6 +15,7 @@ from doubles_socket import (
     Live,
     check_event,
     in_loop,
+    in_one_write,
     receive_until,
     respond,
     scripted_server,
@@ -149,6 +150,25 @@ async def test_a_socket_resumes_what_another_socket_or_http_began() -> None:
         await send(socket, "response.resume", response_id=response_id, starting_after=10**6)
         (error,) = await receive_until(socket, "error")
         assert error["error"]["param"] == "starting_after"
+
+
+@in_loop
+@pytest.mark.parametrize("is_named", [False, True])
+async def test_a_cancel_while_a_resume_waits_for_its_turn_is_not_lost(is_named: bool) -> None:
+    async with scripted_server(step_time_s=0.003) as live, live.connect() as socket:
+        async with live.connect() as lost:
+            await send(lost, input="count", resumable=True)
+            first = await receive_until(lost, "response.output_text.delta")
+            response_id = first[0]["response"]["id"]
+        resume = {"type": "response.resume", "response_id": response_id}
+        cancel = {"type": "response.cancel", **({"response_id": response_id} if is_named else {})}
+        in_one_write(socket, resume, cancel)
+        async with asyncio.timeout(5):
+            events = await receive_until(socket, *TERMINAL)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert events[-1]["response"]["status"] == "cancelled"
+        assert text_of(await respond(socket, input="say next")) == "next"
+        await live.become_idle()
 
 
 @in_loop

@@ -115,7 +115,7 @@ class Lane:
         try:
             self.owner.check_open()
             if payload["type"] == "response.resume":
-                await self._resume(payload)
+                await self._resume(create)
                 return
             fields = await resolve_references(payload, self.owner.state.archive)
             if payload["type"] == "response.append":
@@ -157,9 +157,9 @@ class Lane:
                 state.live_responses.forget(run.response_id)
         self._keep(run)
 
-    async def _resume(self, payload: Mapping[str, Any]) -> None:
+    async def _resume(self, create: QueuedCreate) -> None:
         """Go on with the events of a response whose client was lost."""
-        response_id, start = read_resume(payload)
+        response_id, start = read_resume(create.payload)
         live = self.owner.state.live_responses.find(response_id)
         if live is None:
             raise NotFoundError("no such response can be resumed", param="response_id", code="response_not_found")
@@ -167,6 +167,8 @@ class Lane:
         run = self.running = live.run
         if run is not None:
             self.steering.begin(run)
+            if create.is_cancelled:
+                run.cancel()
         try:
             await self._follow(live, start)
         finally:

@@ -14,6 +14,7 @@ from aserve.server.json_body import parse_json
 from aserve.server.responses.archive import KeptResponse
 from aserve.server.responses.events import error_event
 from aserve.server.responses.lane import Lane, QueuedCreate
+from aserve.server.responses.run import ResponseRun
 from aserve.server.responses.start import new_id
 from aserve.server.responses.steer import FAILED, SteerError, read_steer, steer_event
 from aserve.server.state import ServerState
@@ -162,12 +163,17 @@ class ResponsesSession:
             if lane is not None:
                 lane.cancel()
             return
-        for lane in self._lanes.values():
-            if lane.running is not None and lane.running.response_id == response_id:
-                lane.running.cancel()
-                return
-        if not isinstance(response_id, str) or self.find_kept(response_id) is None:
+        run = self._find_running(response_id) if isinstance(response_id, str) else None
+        if run is not None:
+            run.cancel()
+        elif not isinstance(response_id, str) or self.find_kept(response_id) is None:
             raise NotFoundError("no such response runs here", param="response_id", code="response_not_found")
+
+    def _find_running(self, response_id: str) -> ResponseRun | None:
+        """Return the run of that id: that of a lane, or one that a lane could go on with, as it may be about to."""
+        lanes = self._lanes.values()
+        here = (lane.running for lane in lanes if lane.running is not None and lane.running.response_id == response_id)
+        return next(here, None) or self.state.live_responses.find_running(response_id)
 
     def _steer(self, message: Mapping[str, Any], num_bytes: int) -> None:
         """Pass user input on to the response that it names, or hand it back."""
