@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from doubles_socket import (
 )
 
 from aserve.server.responses import event_log
+from aserve.server.stream_sink import Outlet
 
 RESUMABLE = {"input": "say " + "abcdefghij" * 12, "stream": True, "resumable": True}
 SPOKEN = "abcdefghij" * 12
@@ -127,6 +129,37 @@ async def test_a_log_keeps_the_newest_events_within_its_bound(monkeypatch: pytes
         assert (old.status_code, old.json()["error"]["code"]) == (400, "events_gone")
         newest = await read_from(client, created["id"], log.log.end - 3)
         assert [event["type"] for event in newest] == ["response.output_item.done", "response.completed"]
+
+
+class Reading:
+    """A transport whose peer always keeps up."""
+
+    is_writable = True
+    is_closed = False
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+
+    def write_frame(self, payload: bytes) -> None:
+        self.frames.append(payload)
+
+    def on_writable(self, callback: Any) -> None:
+        pass
+
+
+def test_a_new_event_costs_its_reader_as_little_behind_many_as_behind_few() -> None:
+    log, peer = event_log.EventLog(), Reading()
+    outlet = Outlet(peer)  # type: ignore[arg-type]
+    outlet.open()
+    event_log.LogReader(log, outlet, 0, lambda: None, lambda frame: frame)
+    costs = []
+    for start in range(0, 40_000, 2_000):
+        began = time.thread_time()
+        for number in range(start, start + 2_000):
+            log.write_frame(b"%d" % number)
+        costs.append(time.thread_time() - began)
+    assert peer.frames == [b"%d" % number for number in range(40_000)]
+    assert min(costs[-3:]) < 10 * min(costs[:3])
 
 
 @in_loop

@@ -6,7 +6,6 @@ take frames from it at their own pace; one frame is one event, so a frame's plac
 
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
 
 from aserve.errors import ClientError
 from aserve.server.stream_sink import Outlet
@@ -54,7 +53,9 @@ class EventLog:
 
     def frames(self, start: int) -> list[bytes]:
         """Return some frames from number ``start`` on."""
-        return list(islice(self._frames, start - self.first, start - self.first + FRAMES_AT_ONCE))
+        place = start - self.first
+        # By index: an iterator would pass over all the frames before, for each new one of a long response.
+        return [self._frames[index] for index in range(place, min(place + FRAMES_AT_ONCE, len(self._frames)))]
 
     def check_start(self, number: int) -> None:
         """Raise ClientError unless a reader may begin at ``number``."""
