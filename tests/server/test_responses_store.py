@@ -4,6 +4,7 @@ import asyncio
 import logging
 import sqlite3
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import openai
@@ -14,9 +15,12 @@ from doubles_responses import create, official, plain
 from doubles_socket import MODEL, in_loop, respond, scripted_server, text_of
 
 from aserve.server.responses import archive as response_archive
+from aserve.server.responses import kept
 from aserve.server.responses.archive import ResponseArchive
+from aserve.server.responses.items import Item, MessageItem, encode_items
 from aserve.store.memory import MemoryStore
 from aserve.store.record import StoredResponse
+from aserve.tokenizer.spans import Span, make_span
 
 
 @pytest.fixture
@@ -97,6 +101,85 @@ async def test_what_is_on_its_way_to_a_slow_store_is_found(caplog: pytest.LogCap
     assert await archive.get("c") is None
     assert "could not be stored: the disk is full" in caplog.text
     await archive.close()
+
+
+class GatedEncoder:
+    """Encodes off the loop when the test lets it, and notes in which threads it was called."""
+
+    def __init__(self) -> None:
+        self.may_encode = threading.Event()
+        self.threads: list[threading.Thread] = []
+
+    def __call__(self, items: Sequence[Item]) -> bytes:
+        self.threads.append(threading.current_thread())
+        if self.threads[-1] is not threading.main_thread():
+            self.may_encode.wait(10)
+        return encode_items(items)
+
+
+@in_loop
+@pytest.mark.parametrize("kind", ["memory", "sqlite", "redis"])
+async def test_a_large_conversation_is_encoded_off_the_loop_and_found_meanwhile(
+    kind: str, urls: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = GatedEncoder()
+    monkeypatch.setattr(kept, "encode_items", encoder)
+    monkeypatch.setattr(kept, "SMALL_ITEMS", 2)
+    monkeypatch.setattr(kept, "SMALL_BYTES", 100)
+    turns = [{"role": "user", "content": f"say {name}"} for name in "abc"]
+    async with scripted_server(response_store=urls[kind]) as live, plain(live) as client, live.connect() as socket:
+        small = (await create(client)).json()["id"]
+        assert encoder.threads == [threading.main_thread()] * 2
+        large, doomed = [(await create(client, input=turns)).json() for _ in range(2)]
+        asking = asyncio.create_task(client.get(f"/responses/{large['id']}"))
+        listing = asyncio.create_task(client.get(f"/responses/{large['id']}/input_items?order=asc"))
+        deleting = asyncio.create_task(client.delete(f"/responses/{doomed['id']}"))
+        goes_on = asyncio.create_task(respond(socket, input="say d", previous_response_id=large["id"]))
+        assert (await client.get(f"/responses/{small}")).json()["id"] == small
+        assert not any(task.done() for task in (asking, listing, deleting, goes_on))
+        encoder.may_encode.set()
+        assert (await asking).json() == large
+        assert [item["content"][0]["text"] for item in (await listing).json()["data"]] == ["say a", "say b", "say c"]
+        assert (await deleting).json()["deleted"] is True
+        assert (await client.get(f"/responses/{doomed['id']}")).status_code == 404
+        usage = (await goes_on)[-1]["response"]["usage"]
+        assert usage["input_tokens"] == len("say a\nsay b\nsay c\nc\nsay d\n")
+        assert (await client.get(f"/responses/{large['id']}")).json() == large
+    assert threading.main_thread() not in encoder.threads[2:]
+
+
+@in_loop
+async def test_what_is_on_its_way_when_the_server_stops_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = GatedEncoder()
+    monkeypatch.setattr(kept, "encode_items", encoder)
+    monkeypatch.setattr(kept, "SMALL_ITEMS", 0)
+    url = f"sqlite:///{tmp_path}/kept.db"
+    async with scripted_server(response_store=url) as live, plain(live) as client:
+        large = (await create(client)).json()
+        asyncio.get_running_loop().call_later(0.1, encoder.may_encode.set)
+    async with scripted_server(response_store=url) as live, plain(live) as client:
+        assert (await client.get(f"/responses/{large['id']}")).json() == large
+
+
+@in_loop
+async def test_what_a_lane_and_the_archive_keep_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scripted_server() as live, live.connect() as socket:
+        tokenizer = live.state.engine.tokenizer
+        made: list[str] = []
+
+        def counted(text: str, token_ids: Sequence[int]) -> Span:
+            made.append(text)
+            return make_span(text, token_ids)
+
+        monkeypatch.setattr(tokenizer, "written_span", counted)
+        await respond(socket, input="say a")
+        last = await respond(socket, input="say b")
+        stored = await live.state.archive.find_kept(last[-1]["response"]["id"])
+    assert made == ["a", "b"]
+    assert stored is not None
+    assert stored.items == [MessageItem("user", "say b"), MessageItem("assistant", "b")]
 
 
 @in_loop

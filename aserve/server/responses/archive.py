@@ -3,31 +3,14 @@
 import asyncio
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
-import msgspec
-
-from aserve.server.responses.items import Item, decode_items, encode_items
+from aserve.server.responses.items import Item
+from aserve.server.responses.kept import EndedResponse, KeptResponse, decode_input, decode_kept
 from aserve.store.record import ResponseStore, StoredResponse
-from aserve.tokenizer.spans import Span
 
 logger = logging.getLogger(__name__)
 
 MAX_ON_WAY_BYTES = 64 << 20  # to a store that is slow
-
-decode_spans = msgspec.json.Decoder(list[Span]).decode
-
-
-@dataclass(frozen=True, slots=True)
-class KeptResponse:
-    """A finished response that can be continued.
-
-    ``items`` are the conversation without instructions; ``spans`` are the token ids of prompt and output.
-    """
-
-    response_id: str
-    items: list[Item]
-    spans: list[Span]
 
 
 class ResponseArchive:
@@ -36,8 +19,20 @@ class ResponseArchive:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aserve-store") if store.blocks else None
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="aserve-encode")  # of what is large
+        self._encoding: dict[str, asyncio.Future[StoredResponse]] = {}
         self._on_way: dict[str, StoredResponse] = {}
         self._on_way_bytes = 0
+
+    def keep(self, ended: EndedResponse) -> None:
+        """Encode and ``put`` a response, a large one off the event loop."""
+        if ended.is_small:
+            self.put(ended.encoded())
+            return
+        response_id = ended.kept.response_id
+        encoding = asyncio.get_running_loop().run_in_executor(self._encoder, ended.encoded)
+        self._encoding[response_id] = encoding
+        encoding.add_done_callback(lambda done: self._note_encoded(response_id, done))
 
     def put(self, response: StoredResponse) -> None:
         """Keep ``response``; a store that fails is reported in the log, for nobody waits."""
@@ -55,6 +50,8 @@ class ResponseArchive:
 
     async def get(self, response_id: str) -> StoredResponse | None:
         """Return a stored response, None if there is none of that id."""
+        if (encoding := self._encoding.get(response_id)) is not None:
+            return await asyncio.shield(encoding)  # others may wait for it, too
         if self._thread is None:
             return self._store.get(response_id)
         if (found := self._on_way.get(response_id)) is not None:
@@ -64,12 +61,17 @@ class ResponseArchive:
     async def find_kept(self, response_id: str) -> KeptResponse | None:
         """Return what is needed to continue a stored response, None if there is none of that id."""
         stored = await self.get(response_id)
-        if stored is None:
-            return None
-        return KeptResponse(response_id, decode_items(stored.conversation), decode_spans(stored.spans))
+        return None if stored is None else await decode_kept(stored)
+
+    async def find_input(self, response_id: str) -> list[Item] | None:
+        """Return the items that a stored response answered, None if there is none of that id."""
+        stored = await self.get(response_id)
+        return None if stored is None else await decode_input(stored)
 
     async def delete(self, response_id: str) -> bool:
         """Forget a response; False if there was none of that id."""
+        if (encoding := self._encoding.get(response_id)) is not None:
+            await asyncio.wait([encoding])
         if self._thread is None:
             return self._store.delete(response_id)
         self._on_way.pop(response_id, None)  # its turn to be written is before that of its deletion
@@ -77,11 +79,18 @@ class ResponseArchive:
 
     async def close(self) -> None:
         """Write what is on its way, then close the store."""
+        if self._encoding:
+            await asyncio.wait(self._encoding.values())
+        self._encoder.shutdown(wait=False)
         if self._thread is None:
             self._store.close()
             return
         await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
         self._thread.shutdown(wait=False)
+
+    def _note_encoded(self, response_id: str, encoding: asyncio.Future[StoredResponse]) -> None:
+        del self._encoding[response_id]
+        self.put(encoding.result())
 
     def _note_written(self, response: StoredResponse, writing: "Future[None]") -> None:
         self._on_way_bytes -= response.num_bytes
@@ -89,15 +98,3 @@ class ResponseArchive:
             del self._on_way[response.response_id]
         if (error := writing.exception()) is not None:
             logger.error("response %s could not be stored: %s", response.response_id, error)
-
-
-def stored_response(kept: KeptResponse, new_items: list[Item], body: bytes, created_s: int) -> StoredResponse:
-    """Return what a store keeps of a finished response; ``new_items`` are those that it answered."""
-    return StoredResponse(
-        response_id=kept.response_id,
-        created_s=created_s,
-        body=body,
-        input=encode_items(new_items),
-        conversation=encode_items(kept.items),
-        spans=encode_items(kept.spans),
-    )

@@ -13,9 +13,8 @@ from aserve.errors import AserveError, ClientError, NotFoundError
 from aserve.server.generation import send_json, transport_of
 from aserve.server.json_body import ClientGoneError, read_json
 from aserve.server.models import JsonEndpoint
-from aserve.server.responses.archive import KeptResponse
 from aserve.server.responses.item_references import resolve_references
-from aserve.server.responses.items import decode_items
+from aserve.server.responses.kept import KeptResponse
 from aserve.server.responses.live import LiveResponse
 from aserve.server.responses.query import ItemPage, ResponseQuery
 from aserve.server.responses.run import ResponseRun, sse_frames
@@ -152,10 +151,10 @@ async def list_input_items(state: ServerState, scope: Scope, receive: Receive) -
     run = state.live_responses.find_running(response_id)
     if run is not None:
         return page.cut(run.new_items, response_id)
-    stored = await state.archive.get(response_id)
-    if stored is None:
+    items = await state.archive.find_input(response_id)
+    if items is None:
         raise _not_found()
-    return page.cut(decode_items(stored.input), response_id)
+    return page.cut(items, response_id)
 
 
 async def count_input_tokens(state: ServerState, scope: Scope, receive: Receive) -> dict[str, Any]:

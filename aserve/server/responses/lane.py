@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from aserve.errors import ClientError, NotFoundError
-from aserve.server.responses.archive import KeptResponse
 from aserve.server.responses.events import ResponseStatus, payload_of
 from aserve.server.responses.input import read_input, unsupported
 from aserve.server.responses.item_references import resolve_references
+from aserve.server.responses.kept import KeptResponse
 from aserve.server.responses.lane_steering import LaneSteering
 from aserve.server.responses.live import LiveResponse
 from aserve.server.responses.run import ResponseRun, socket_frames

@@ -12,7 +12,6 @@ from aserve.server.answer_events import AnswerEvents
 from aserve.server.answer_style import AnswerStyle
 from aserve.server.errors import blaming
 from aserve.server.logprobs import TokenNames
-from aserve.server.responses.archive import KeptResponse
 from aserve.server.responses.events import (
     MAX_OUTPUT_TOKENS,
     STEERED,
@@ -23,6 +22,7 @@ from aserve.server.responses.events import (
     sse_frame,
 )
 from aserve.server.responses.items import Item, MessageItem
+from aserve.server.responses.kept import KeptResponse
 from aserve.server.responses.schema import TEXT_FORMAT, ResponseRequest
 from aserve.server.responses.turns import chat_messages
 from aserve.server.stream_sink import Outlet, StreamSink
@@ -41,8 +41,9 @@ class ResponseRun:
 
     __slots__ = (
         "_answer", "_engine", "_frame", "_history", "_is_plain", "_is_queued", "_is_steered", "_is_stopping",
-        "_is_submitted", "_last", "_lease", "_on_end", "_on_written", "_outlet", "_output_ids", "_params", "_prompt",
-        "_prompt_ids", "_sink", "_style", "_texts", "_written", "error", "events", "is_cancelled", "request", "status",
+        "_is_submitted", "_kept", "_last", "_lease", "_on_end", "_on_written", "_outlet", "_output_ids", "_params",
+        "_prompt", "_prompt_ids", "_sink", "_style", "_texts", "_written", "error", "events", "is_cancelled", "request",
+        "status",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +82,7 @@ class ResponseRun:
         self._output_ids: list[int] = []
         self._texts: list[str] = []
         self._last: RequestOutput | None = None  # for the usage
+        self._kept: KeptResponse | None = None  # once somebody has asked for it
         self._is_submitted = False
         self._is_steered = False
         self._is_stopping = False
@@ -97,10 +99,10 @@ class ResponseRun:
         return self.request.items
 
     def kept(self) -> KeptResponse:
-        """Return what a continuation needs, once it has ended."""
-        written = self._engine.tokenizer.written_span("".join(self._texts), self._output_ids)
-        items = [*self._history, *self.request.items, *self.events.items]
-        return KeptResponse(self.response_id, items, [*self._prompt, written] if self._output_ids else self._prompt)
+        """Return what a continuation needs, once it has ended; made at the first call."""
+        if self._kept is None:
+            self._kept = self._make_kept()
+        return self._kept
 
     async def prepare(self, previous: KeptResponse | None) -> None:
         """Encode the conversation and queue it; raises what is known before the first event."""
@@ -197,6 +199,11 @@ class ResponseRun:
             return held + self._ending(ResponseStatus.INCOMPLETE, reason=STEERED)
         self.error = error
         return held + self._ending(ResponseStatus.FAILED, failure_body(error))
+
+    def _make_kept(self) -> KeptResponse:
+        written = self._engine.tokenizer.written_span("".join(self._texts), self._output_ids)
+        items = [*self._history, *self.request.items, *self.events.items]
+        return KeptResponse(self.response_id, items, [*self._prompt, written] if self._output_ids else self._prompt)
 
     async def _plan(self) -> None:
         """Find out how the prompt is to be answered, and how the answer is to be read."""

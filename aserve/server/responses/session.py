@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from aserve.errors import AserveError, CapacityError, ClientError, NotFoundError
 from aserve.server.errors import report_error
 from aserve.server.json_body import parse_json
-from aserve.server.responses.archive import KeptResponse
 from aserve.server.responses.events import error_event
+from aserve.server.responses.kept import KeptResponse
 from aserve.server.responses.lane import Lane, QueuedCreate
 from aserve.server.responses.run import ResponseRun
 from aserve.server.responses.start import new_id

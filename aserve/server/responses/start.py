@@ -4,8 +4,8 @@ import time
 from uuid import uuid4
 
 from aserve.errors import ClientError
-from aserve.server.responses.archive import stored_response
 from aserve.server.responses.events import ResponseEvents
+from aserve.server.responses.kept import EndedResponse
 from aserve.server.responses.live import LiveResponse
 from aserve.server.responses.run import Framing, ResponseRun, sse_frames
 from aserve.server.responses.schema import ResponseRequest
@@ -90,4 +90,4 @@ class _Archiving:
 
     def __call__(self, run: ResponseRun) -> None:
         if self._is_kept:
-            self._archive.put(stored_response(run.kept(), run.new_items, run.events.snapshot(), self._created_s))
+            self._archive.keep(EndedResponse(run.kept(), run.new_items, run.events.snapshot(), self._created_s))
