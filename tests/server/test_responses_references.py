@@ -1,6 +1,7 @@
 """``item_reference``: an input that names items of stored responses is the input that has them."""
 
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -9,7 +10,9 @@ from doubles_responses import plain
 from doubles_socket import in_loop, respond, scripted_server, text_of
 
 from aserve.errors import ClientError
+from aserve.server.responses import item_references
 from aserve.server.responses.item_references import MAX_RESPONSES, resolve_references
+from aserve.server.responses.items import Item
 from aserve.store.record import StoredResponse
 
 TOOLS = [{"type": "function", "name": "f"}, {"type": "custom", "name": "run"}]
@@ -91,12 +94,14 @@ async def test_what_is_not_stored_is_named_in_the_error() -> None:
 class CountingStore:
     """Has a response of every id, with one message."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str = "") -> None:
         self.num_calls = 0
+        self._text = text
 
     async def get(self, response_id: str) -> StoredResponse:
         self.num_calls += 1
-        item = {"id": response_id.replace("resp_", "msg_") + "_out0", "type": "message", "content": []}
+        content = [{"type": "output_text", "text": self._text}]
+        item = {"id": response_id.replace("resp_", "msg_") + "_out0", "type": "message", "content": content}
         return StoredResponse(response_id, 0, json.dumps({"output": [item]}).encode(), b"[]", b"[]", b"[]")
 
 
@@ -112,3 +117,39 @@ async def test_each_response_is_looked_up_once_and_only_so_many() -> None:
     with pytest.raises(ClientError, match=f"more than {MAX_RESPONSES} responses") as caught:
         await resolve_references({"input": names}, store)
     assert caught.value.param == "input"
+
+
+@in_loop
+async def test_the_size_of_what_is_named_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_references, "MAX_BYTES", 100_000)
+    names = [reference(f"msg_{number:032x}_out0") for number in range(4)]
+    store: Any = CountingStore("x" * 30_000)
+    resolved = await resolve_references({"input": names[:3]}, store)
+    assert [item["content"][0]["text"] for item in resolved["input"]] == ["x" * 30_000] * 3
+    for too_much in (names, names[:1] * 4):
+        with pytest.raises(ClientError, match="more than 100000 bytes") as caught:
+            await resolve_references({"input": too_much}, store)
+        assert caught.value.param == "input"
+
+
+@in_loop
+async def test_stored_responses_are_taken_apart_off_the_loop_and_only_as_far_as_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+    decode_item = item_references.decode_item
+
+    def noting(encoded: Any) -> Item:
+        threads.append(threading.current_thread())
+        return decode_item(encoded)
+
+    monkeypatch.setattr(item_references, "decode_item", noting)
+    async with scripted_server() as live, plain(live) as client:
+        said = [{"role": "user", "content": f"say {number}"} for number in range(100)]
+        first = await post(client, input=said)
+        page = (await client.get(f"/responses/{first['id']}/input_items?order=asc&limit=100")).json()["data"]
+        again = await post(client, input=[reference(page[7]["id"]), reference(page[-1]["id"])])
+        items = (await client.get(f"/responses/{again['id']}/input_items?order=asc")).json()["data"]
+    assert [item["content"][0]["text"] for item in items] == ["say 7", "say 99"]
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads

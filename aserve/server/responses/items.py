@@ -93,7 +93,7 @@ BUILT_IN_OUTPUTS = {  # type -> the field that says what came of it
 }
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Item).decode
+decode_item = msgspec.json.Decoder(Item).decode
 split_list = msgspec.json.Decoder(list[msgspec.Raw]).decode  # into the JSON of each element, at the speed of a scan
 
 
@@ -104,4 +104,4 @@ def encode_items(items: Sequence[Item]) -> bytes:
 
 def decode_items(encoded: bytes) -> list[Item]:
     """Return what ``encode_items`` was given; leaves the GIL to others as that does."""
-    return [_decode(item) for item in split_list(encoded)]
+    return [decode_item(item) for item in split_list(encoded)]

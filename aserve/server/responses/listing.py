@@ -18,10 +18,11 @@ from aserve.server.responses.items import (
 
 def wire_items(items: Sequence[Item], response_id: str) -> list[dict[str, Any]]:
     """Return ``items`` as the input of ``response_id`` is listed; an item's id follows from its place."""
-    return [_wire_item(item, ItemPlace(response_id, False, index)) for index, item in enumerate(items)]
+    return [wire_item(item, ItemPlace(response_id, False, index)) for index, item in enumerate(items)]
 
 
-def _wire_item(item: Item, place: ItemPlace) -> dict[str, Any]:
+def wire_item(item: Item, place: ItemPlace) -> dict[str, Any]:
+    """Return ``item`` as it is listed at ``place``."""
     if isinstance(item, MessageItem):
         if item.role == "assistant":
             part = {"type": "output_text", "text": item.text, "annotations": [], "logprobs": []}
