@@ -1,7 +1,8 @@
 """The engine requests behind one HTTP answer: added all or none, ended together, aborted when the client leaves."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -145,18 +146,30 @@ async def stream(
     generation = Generation(state, transport)
     sinks = generation.start(requests, lambda choice, on_end: sink_type(outlet, builders[choice], on_end))
     try:
-        await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
-        if form.opening:
-            outlet.write(form.opening)
-        outlet.open()
-        state.heartbeat.add(outlet)
-        await generation.ended
-        has_failed = any(sink.has_failed for sink in sinks)
-        if ending := form.ending if has_failed else closing_frame() + form.ending:
-            outlet.write(ending)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        async with streamed_answer(state, outlet, send):
+            if form.opening:
+                outlet.write(form.opening)
+            outlet.open()
+            await generation.ended
+            has_failed = any(sink.has_failed for sink in sinks)
+            if ending := form.ending if has_failed else closing_frame() + form.ending:
+                outlet.write(ending)
     finally:
         generation.abort()
+
+
+@asynccontextmanager
+async def streamed_answer(state: ServerState, outlet: Outlet, send: Send) -> AsyncIterator[None]:
+    """Send the head of a streamed answer, and behind what is written meanwhile its end, unless something is raised.
+
+    Writing begins with ``outlet.open``; the heartbeat looks after ``outlet`` until it is closed at the end.
+    """
+    try:
+        await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+        state.heartbeat.add(outlet)
+        yield
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    finally:
         state.heartbeat.remove(outlet)
         outlet.close()
 

@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from aserve.errors import AserveError, ClientError, NotFoundError
-from aserve.server.generation import send_json, transport_of
+from aserve.server.generation import send_json, streamed_answer, transport_of
 from aserve.server.json_body import ClientGoneError, read_json
 from aserve.server.models import JsonEndpoint
 from aserve.server.responses.item_references import resolve_references
@@ -20,7 +20,7 @@ from aserve.server.responses.query import ItemPage, ResponseQuery
 from aserve.server.responses.run import ResponseRun, sse_frames
 from aserve.server.responses.schema import ResponseRequest, parse_create
 from aserve.server.responses.start import new_live, new_run, previous_not_found
-from aserve.server.sse import HEADERS, KEEP_ALIVE
+from aserve.server.sse import KEEP_ALIVE
 from aserve.server.state import ServerState
 from aserve.server.stream_sink import Outlet
 from aserve.server.transport import FrameTransport
@@ -70,7 +70,7 @@ class CreateResponse:
             if not request.is_streamed:
                 await _answer_whole(run, outlet, transport, send)
                 return
-            async with _Stream(self._state, outlet, send):
+            async with streamed_answer(self._state, outlet, send):
                 run.open()
                 outlet.open()
                 await run.wait()
@@ -208,25 +208,6 @@ class Unheard:
         """Do nothing: there is nothing to cut off."""
 
 
-class _Stream:
-    """The head and the end of a streamed answer."""
-
-    def __init__(self, state: ServerState, outlet: Outlet, send: Send) -> None:
-        self._state = state
-        self._outlet = outlet
-        self._send = send
-
-    async def __aenter__(self) -> None:
-        await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
-        self._state.heartbeat.add(self._outlet)
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._state.heartbeat.remove(self._outlet)
-        self._outlet.close()
-        if kind is None:
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
 async def _read_request(
     state: ServerState, scope: Scope, receive: Receive
 ) -> tuple[ResponseRequest, KeptResponse | None]:
@@ -262,7 +243,7 @@ async def _stream_log(state: ServerState, live: LiveResponse, start: int, scope:
     reader = live.follow(outlet, start, ended.set)
     transport.on_close(ended.set)
     try:
-        async with _Stream(state, outlet, send):
+        async with streamed_answer(state, outlet, send):
             outlet.open()
             await ended.wait()
     finally:
