@@ -13,6 +13,14 @@ from aserve.model_files import ModelFiles
 if TYPE_CHECKING:
     from doubles_redis import RedisServer
 
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
+    # Each process keeps to its share of the cores: an engine takes as many threads as it finds cores, and threads of
+    # two engines that wait for each other on the same cores make both several times slower.
+    cores = sorted(os.sched_getaffinity(0))
+    cores = cores[int(worker.removeprefix("gw")) % len(cores) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; Triton reads this where they are defined
 
