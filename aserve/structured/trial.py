@@ -46,7 +46,11 @@ class GrammarTrial:
                 answer = None
             if answer is None:
                 self._raise_end()
-            if message := orjson.loads(answer):
+            message, is_foreseen = orjson.loads(answer)
+            if not is_foreseen:  # nobody knows in what state that has left the process
+                process.kill()
+                self._end()
+            if message is not None:
                 raise ClientError(message, param="grammar")
 
     def close(self) -> None:

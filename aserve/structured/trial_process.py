@@ -17,7 +17,7 @@ from llguidance import LLTokenizer
 
 from aserve.errors import ClientError
 from aserve.request import GrammarSpec
-from aserve.structured.compile import CompiledGrammar
+from aserve.structured.compile import CompiledGrammar, first_lines
 from aserve.structured.trial import receive, send
 from aserve.structured.vocabulary import TokenBytes, build_vocabulary
 
@@ -28,6 +28,8 @@ MAX_MASK_S = 0.02  # CPU time, where most grammars need less than a millisecond 
 MAX_GROWTH_BYTES = 512 << 20
 STACK_BYTES = 1 << 20  # less than any thread of the server has
 NICENESS = 10
+
+Answer = tuple[str | None, bool]  # what is wrong, and whether that was foreseen
 
 
 def main() -> None:
@@ -46,9 +48,9 @@ def main() -> None:
         send(sys.stdout.buffer, orjson.dumps(_try_within_limits(GrammarSpec(kind, text), vocabulary)))
 
 
-def _try_within_limits(spec: GrammarSpec, vocabulary: LLTokenizer) -> str | None:
-    """Return what is wrong with ``spec``, None if nothing is."""
-    answers: list[str | None] = []
+def _try_within_limits(spec: GrammarSpec, vocabulary: LLTokenizer) -> Answer:
+    """Try ``spec``; what exceeds the limits ends the process."""
+    answers: list[Answer] = []
     thread = threading.Thread(target=lambda: answers.append(_try(spec, vocabulary)))
     signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_S)
     signal.setitimer(signal.ITIMER_REAL, COMPILE_S)
@@ -59,7 +61,14 @@ def _try_within_limits(spec: GrammarSpec, vocabulary: LLTokenizer) -> str | None
     return answers[0]
 
 
-def _try(spec: GrammarSpec, vocabulary: LLTokenizer) -> str | None:
+def _try(spec: GrammarSpec, vocabulary: LLTokenizer) -> Answer:
+    try:
+        return _find_fault(spec, vocabulary), True
+    except BaseException as error:  # a panic of compiled code is no Exception
+        return f"the {spec.kind} cannot be used: {first_lines(str(error)) or type(error).__name__}", False
+
+
+def _find_fault(spec: GrammarSpec, vocabulary: LLTokenizer) -> str | None:
     try:
         compiled = CompiledGrammar(spec, vocabulary)
     except ClientError as error:

@@ -80,6 +80,20 @@ def test_a_process_that_has_ended_while_idle_is_replaced(trial: GrammarTrial) ->
     trial.check(GOOD)
 
 
+def test_what_nobody_has_foreseen_is_an_answer_and_the_next_grammar_gets_a_new_process(trial: GrammarTrial) -> None:
+    trial.check(GOOD)
+    assert trial._process is not None
+    old = trial._process
+    too_deep = '{"functions": [["f", ' + '{"a": ' * 5000 + "0" + "}" * 5000 + "]]}"
+    for _ in range(2):
+        with pytest.raises(ClientError, match="the answer cannot be used: maximum recursion depth") as caught:
+            trial.check(GrammarSpec("answer", too_deep))  # which is refused by name long before, as a tool's schema
+        assert caught.value.param == "grammar"
+        trial.check(GOOD)
+    assert old.returncode is not None
+    assert trial._process.pid != old.pid
+
+
 def test_no_process_is_left_after_close() -> None:
     trial = GrammarTrial(TokenBytes.of(demo_tokenizer()))
     trial.check(GOOD)
