@@ -9,19 +9,21 @@ import orjson
 from aserve.parsing.call_reader import CallSequence, ReaderState
 from aserve.parsing.deltas import ParsedDelta
 from aserve.parsing.json_call import NOT_JSON, parse_json
-from aserve.parsing.markers import SPACES, skip_tail
+from aserve.parsing.markers import SPACES, MarkerSet, skip_tail
 
 FUNCTION = re.compile(r"\s*<function=([^>\n]{1,256})>")
 PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>")
 MAX_OPENING_CHARS = 512
 END_OF_VALUE = "</parameter>"
 END_OF_CALL = "</function>"
+STRING_ENDS = MarkerSet((f"\n{END_OF_VALUE}", END_OF_VALUE))
 
 
 class XmlCall:
-    """Reads one call and ``tail``. Values become what the schema of ``tools`` says, each passed on as it is complete.
+    """Reads one call and ``tail``. Values become what the schema of ``tools`` says.
 
-    A value whose type the schema leaves open is read as JSON, and is a string if it is not that.
+    A string is passed on while it is written, any other value when it is complete. One whose type the schema leaves
+    open is read as JSON, and is a string if it is not that.
     """
 
     def __init__(self, calls: CallSequence, tail: Sequence[str], tools: Mapping[str, Any]) -> None:
@@ -33,6 +35,8 @@ class XmlCall:
         self._buffer = ""
         self._properties: Mapping[str, Any] | None = None  # once the call has begun
         self._num_values = 0
+        self._is_in_string = False
+        self._is_at_start = False  # of the string, so that a line end still belongs to its tag
         self._is_closed = False
         self._pieces: list[str] = []  # that are not in the buffer yet
         self._value_end: str | None = None  # of the value that goes on, as long as what ends one may begin in it
@@ -65,6 +69,8 @@ class XmlCall:
     def _advance(self, deltas: list[ParsedDelta]) -> bool:
         if self._properties is None:
             return self._read_opening(deltas)
+        if self._is_in_string:
+            return self._pass_string(deltas)
         if self._is_closed:
             self._buffer, is_read = skip_tail(self._buffer, self._tail)
             if is_read:
@@ -89,18 +95,38 @@ class XmlCall:
         opening = PARAMETER.match(self._buffer[:MAX_OPENING_CHARS])
         if opening is None:
             return self._read_end(deltas)
+        key = opening[1].strip()
+        if _is_string(properties.get(key)):
+            deltas.append(self._calls.arguments(self._begin_pair(key) + '"'))
+            self._buffer = self._buffer[opening.end() :]
+            self._is_in_string = self._is_at_start = True
+            return True
         end = self._buffer.find(END_OF_VALUE, opening.end())
         if end < 0:
             self._value_end = self._buffer[1 - len(END_OF_VALUE) :]
             return False
         self._value_end = None
-        key, text = opening[1].strip(), self._buffer[opening.end() : end]
-        value = convert_value(text.removeprefix("\n").removesuffix("\n"), properties.get(key))
-        pair = f"{', ' if self._num_values else ''}{orjson.dumps(key).decode()}: {orjson.dumps(value).decode()}"
-        deltas.append(self._calls.arguments(pair))
-        self._num_values += 1
+        text = self._buffer[opening.end() : end]
+        value = convert_value(text.removeprefix("\n").removesuffix("\n"))
+        deltas.append(self._calls.arguments(self._begin_pair(key) + orjson.dumps(value).decode()))
         self._buffer = self._buffer[end + len(END_OF_VALUE) :]
         return True
+
+    def _begin_pair(self, key: str) -> str:
+        self._num_values += 1
+        return f"{', ' if self._num_values > 1 else ''}{orjson.dumps(key).decode()}: "
+
+    def _pass_string(self, deltas: list[ParsedDelta]) -> bool:
+        """Pass on what is certain to be in the string; JSON escapes each character by itself."""
+        if self._is_at_start and self._buffer:
+            self._buffer = self._buffer.removeprefix("\n")
+            self._is_at_start = False
+        text, marker, self._buffer = STRING_ENDS.cut(self._buffer)
+        self._is_in_string = not marker
+        if text or marker:
+            quote = '"' if marker else ""
+            deltas.append(self._calls.arguments(orjson.dumps(text).decode()[1:-1] + quote))
+        return bool(marker)
 
     def _read_end(self, deltas: list[ParsedDelta]) -> bool:
         """Close the object at the end of the call, and where something stands that belongs to no call."""
@@ -127,10 +153,11 @@ def properties_of(schema: Any) -> Mapping[str, Any]:
     return properties if isinstance(properties, Mapping) else {}
 
 
-def convert_value(text: str, schema: Any) -> Any:
-    """Return the value that ``text`` stands for where ``schema`` describes it."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    if kind == "string":
-        return text
+def convert_value(text: str) -> Any:
+    """Return the value that ``text`` stands for where the schema does not ask for a string."""
     value = parse_json({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
     return text if value is NOT_JSON else value
+
+
+def _is_string(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "string"

@@ -201,6 +201,53 @@ def test_arguments_are_passed_on_while_they_are_written() -> None:
     assert parser.push("}</tool_call>") == []
 
 
+STRINGS = [
+    "", "a", "\n", "\n\n", " a ", "\nx\n", '"quoted" \\ \\n \t\x00\x1f', "é😀\u2028",
+    "a < b </par> </parameter", "<" * 9, "\n</parameter", "</\n</p\n", "<parameter=city>\nx",
+    "</function>\n</tool_call>", "def f():\n    return '<a>'\n",
+]  # fmt: skip
+
+
+def coder_call(city: str) -> str:
+    return (
+        f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{city}\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        f"<parameter=note>\n[1]\n</parameter>\n</function>\n</tool_call>"
+    )
+
+
+@pytest.mark.parametrize("city", STRINGS)
+def test_pieces_of_a_tagged_string_join_to_its_json_however_it_is_cut(city: str) -> None:
+    for pieces in cuts(coder_call(city)):
+        text, _, ((name, arguments),) = parse(tool_parser("qwen3_coder", TOOLS), pieces)
+        assert (text, name, json.loads(arguments)) == ("", "get_weather", {"city": city, "days": 3, "note": [1]})
+
+
+@given(
+    st.lists(st.sampled_from(["\n", "<", "</parameter", "</", "parameter>", '"', "\\", "é", "a"]) | st.text()).map(
+        "".join
+    )
+)
+def test_any_tagged_string_survives(city: str) -> None:
+    if "</parameter>" not in city:
+        _, _, ((_, arguments),) = parse(tool_parser("qwen3_coder", TOOLS), list(coder_call(city)))
+        assert json.loads(arguments) == {"city": city, "days": 3, "note": [1]}
+
+
+@pytest.mark.parametrize("city", STRINGS)
+def test_a_tagged_string_is_passed_on_while_it_is_written(city: str) -> None:
+    parser = tool_parser("qwen3_coder", TOOLS)
+    seen = "<tool_call>\n<function=get_weather>\n<parameter=city>\n"
+    opening, brace, key = parser.push(seen)
+    assert isinstance(opening, ToolCallStart)
+    assert (brace, key) == (ToolCallArguments(0, "{"), ToolCallArguments(0, '"city": "'))
+    sent = '{"city": "'
+    for place, letter in enumerate(city, start=1):
+        sent += "".join(delta.text for delta in parser.push(letter) if isinstance(delta, ToolCallArguments))
+        behind = city[:place].removeprefix(json.loads(sent + '"}')["city"])
+        assert len(behind) < len("\n</parameter>")
+        assert "\n</parameter>".startswith(behind) or "</parameter>".startswith(behind)
+
+
 def test_text_waits_only_for_what_may_become_a_marker() -> None:
     parser = tool_parser("hermes", TOOLS)
     assert joined(parser.push("a <")) == ("a", "", [])
@@ -251,13 +298,14 @@ def test_any_arguments_survive(arguments: dict[str, Any]) -> None:
         assert parse(tool_parser("hermes", TOOLS), list(answer)) == ("", "", [("f", text)])
 
 
-def test_a_long_value_takes_time_in_proportion() -> None:
+@pytest.mark.parametrize("name", ["city", "note"])
+def test_a_long_value_takes_time_in_proportion(name: str) -> None:
     def seconds(num_pieces: int) -> float:
         parser = tool_parser("qwen3_coder", TOOLS)
-        text = "<tool_call><function=get_weather><parameter=city>", "</par x", "</parameter></function></tool_call>"
+        text = f"<tool_call><function=get_weather><parameter={name}>", "</par x", "</parameter></function></tool_call>"
         started = time.process_time()
         found = parse(parser, [text[0], *[text[1] * 4] * num_pieces, *text[2]])
-        assert found == ("", "", [("get_weather", json.dumps({"city": text[1] * 4 * num_pieces}))])
+        assert found == ("", "", [("get_weather", json.dumps({name: text[1] * 4 * num_pieces}))])
         return time.process_time() - started
 
     assert min(seconds(20_000) for _ in range(3)) < 10 * min(seconds(5_000) for _ in range(3))  # 16 if quadratic
