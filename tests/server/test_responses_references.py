@@ -88,7 +88,8 @@ async def test_what_is_not_stored_is_named_in_the_error() -> None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[2].id"), item_id
             (error,) = await respond(socket, **ask)
             assert (error["status"], error["error"]["param"]) == (400, "input[2].id")
-        assert text_of(await respond(socket, input=[reference(good["id"]), ASK])) == "fine"
+        for named in (reference(good["id"]), {"id": good["id"]}, {"id": good["id"], "type": None}):
+            assert text_of(await respond(socket, input=[named, ASK])) == "fine"
 
 
 class CountingStore:

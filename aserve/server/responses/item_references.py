@@ -47,7 +47,11 @@ async def resolve_references(payload: Mapping[str, Any], archive: ResponseArchiv
 
 
 def _is_reference(item: object) -> bool:
-    return isinstance(item, dict) and item.get("type") == REFERENCE
+    """Whether ``item`` only names another; the protocol lets it leave out its type, unlike that of a message."""
+    if not isinstance(item, dict):
+        return False
+    kind = item.get("type")
+    return kind == REFERENCE or (kind is None and "id" in item and not item.keys() & {"role", "content"})
 
 
 def _read_places(value: Sequence[Any]) -> list[ItemPlace | None]:

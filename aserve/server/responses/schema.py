@@ -51,11 +51,12 @@ ACCEPTED_WITHOUT_EFFECT = schema.ACCEPTED_WITHOUT_EFFECT - WITH_EFFECT - {"moder
 }  # fmt: skip
 
 # Would change the answer, so they are never ignored.
-REFUSED = schema.REFUSED | {"context_management", "conversation", "moderation", "prompt"}
+REFUSED = schema.REFUSED | {"conversation", "moderation", "prompt"}
 HARMLESS: dict[str, tuple[Any, ...]] = {  # field -> the values that ask for nothing
     **{name: values for name, values in schema.HARMLESS.items() if name not in WITH_EFFECT},
     "add_generation_prompt": (True,),
     "best_of": (1,),
+    "context_management": ([],),
     "continue_final_message": (False,),
     "echo": (False,),
     "n": (1,),
