@@ -94,6 +94,9 @@ async def test_a_row_that_fails_makes_a_failed_response_and_the_socket_lives() -
         response = events[-1]["response"]
         assert response["status"] == "failed"
         assert response["error"] == {"code": "server_error", "message": "this row cannot be sampled"}
+        usage = response["usage"]  # a letter is a token
+        assert (usage["input_tokens"], usage["output_tokens"]) == (len("fail\n"), len(text_of(events))) == (5, 3)
+        assert usage["total_tokens"] == 8
         assert text_of(await respond(socket, input="say still here")) == "still here"
 
 

@@ -81,7 +81,7 @@ class ResponseRun:
         self._is_plain = False  # nearly every output is one event, of new text
         self._output_ids: list[int] = []
         self._texts: list[str] = []
-        self._last: RequestOutput | None = None  # for the usage
+        self._last: RequestOutput | None = None  # the first at least, for the usage
         self._kept: KeptResponse | None = None  # once somebody has asked for it
         self._is_submitted = False
         self._is_steered = False
@@ -182,7 +182,8 @@ class ResponseRun:
         text = output.text
         self._output_ids += output.token_ids
         self._texts.append(text)
-        if self._is_plain and text and output.finish_reason is None and not (self._is_queued or self._is_stopping):
+        is_usual = self._is_plain and self._last is not None and not self._is_stopping
+        if is_usual and text and output.finish_reason is None:
             return self._frame(self.events.delta(text))  # nearly every token; keeps nothing of the output alive
         started: list[Event] = []
         if self._is_queued:
@@ -253,8 +254,8 @@ class ResponseRun:
         if self._last is None:
             return Usage(len(self._prompt_ids), 0, 0)
         num_reasoning = 0 if self._answer is None else self._answer.num_reasoning_tokens
-        last = self._last
-        return Usage(last.num_prompt_tokens, last.num_cached_tokens, last.num_output_tokens, num_reasoning)
+        last = self._last  # of a failure, it may be the first
+        return Usage(last.num_prompt_tokens, last.num_cached_tokens, len(self._output_ids), num_reasoning)
 
     def _write(self, frames: Sequence[bytes]) -> None:
         for frame in frames:
