@@ -1,8 +1,8 @@
 """The fields by which clients ask for structured output, as one grammar for the engine; no I/O.
 
 ``response_format`` (chat and completions) and ``text.format`` (responses) are OpenAI's, ``output_config.format``
-(messages) is Anthropic's, ``guided_*`` and ``structured_outputs`` are vLLM's, ``regex``, ``ebnf`` and ``json_schema``
-SGLang's.
+(messages), once ``output_format``, is Anthropic's, ``guided_*`` and ``structured_outputs`` are vLLM's, ``regex``,
+``ebnf`` and ``json_schema`` SGLang's.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,6 +32,7 @@ STRUCTURED_OUTPUTS: dict[str, GrammarKind] = {  # the same within ``structured_o
 }
 GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs", *EXTRAS})
 FORMATS = ("text", "json_object", "json_schema")
+NAMELESS_FORMATS = ("output_config.format", "output_format")  # whose schemas have no name
 MAX_NAME_CHARS = 64
 FORMAT_SCHEMA: dict[str, Any] = {  # of ``response_format``, as JSON schema
     "anyOf": [
@@ -118,7 +119,7 @@ def _read_format(value: Any, name: str) -> GrammarSpec | None:
             param=f"{name}.type",
             code="unsupported_parameter",
         )
-    if name == "output_config.format":  # which has no name
+    if name in NAMELESS_FORMATS:
         return _read_schema(value.get("schema"), f"{name}.schema")
     if name != "response_format":  # responses have the fields of json_schema beside the type
         return _read_named_schema(value, name)

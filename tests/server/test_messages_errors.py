@@ -24,6 +24,7 @@ def assistant(*blocks: Any) -> dict[str, Any]:
     return {"messages": [*HI, {"role": "assistant", "content": list(blocks)}, *HI]}
 
 
+OBJECT = {"type": "json_schema", "schema": {"type": "object"}}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
@@ -65,6 +66,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}}, "output_config.format"),
     ({"output_config": "x"}, "output_config"),
+    ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
+    ({"output_format": {"type": "json_schema", "schema": {"type": "odd"}}}, "output_format"),
+    ({"output_format": "x"}, "output_format"),
+    ({"output_format": OBJECT, "output_config": {"format": OBJECT}}, "output_format"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"top_p": 2}, "top_p"),

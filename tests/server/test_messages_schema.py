@@ -40,6 +40,7 @@ def test_further_sampling_fields_mean_what_they_mean_in_responses() -> None:
 def test_output_config_holds_the_answer_to_a_schema() -> None:
     given = {"type": "json_schema", "schema": {"type": "object"}}
     assert parse(output_config={"format": given}).params.grammar == GrammarSpec("json_schema", '{"type":"object"}')
+    assert parse(output_format=given).params.grammar == GrammarSpec("json_schema", '{"type":"object"}')
     assert parse(output_config={"effort": "high"}).params.grammar is None
     assert parse(regex="a+").params.grammar == GrammarSpec("regex", "a+")
     with pytest.raises(ClientError, match="cannot be combined"):

@@ -16,7 +16,7 @@ from aserve.server.messages.answer import MessagesAnswer
 from aserve.server.messages.content import render_content
 from aserve.server.messages.errors import PREFIX
 from aserve.server.messages.frames import PING, MessagesFrames
-from aserve.server.messages.schema import OUTPUT_FORMAT, MessagesRequest, parse_count, parse_message
+from aserve.server.messages.schema import MessagesRequest, format_field, parse_count, parse_message
 from aserve.server.models import JsonEndpoint
 from aserve.server.state import ServerState
 from aserve.server.structured_request import prepare_grammar
@@ -43,7 +43,7 @@ class CreateMessage:
         limits = state.engine.limits
         fields = parse_message(body, limits.vocab_size)
         answer = MessagesAnswer(fields, state.check_model(fields.model), limits.max_model_len)
-        await prepare_grammar(state.engine, fields.params, body, OUTPUT_FORMAT)
+        await prepare_grammar(state.engine, fields.params, body, format_field(body))
         with blaming("messages"):
             prompt_ids = tuple(await _encode(state, fields))
             plan = state.answer_style.plan(fields.tools, fields.params, prompt_ids, continued=fields.continued)

@@ -21,6 +21,7 @@ from aserve.server.structured_request import grammar_from
 from aserve.server.tools import ToolOptions
 
 OUTPUT_FORMAT = "output_config.format"
+OLD_OUTPUT_FORMAT = "output_format"  # its name while it was new, which gateways still use
 
 # Say how a hosted service bills, routes, caches or shortens; one server with one model has no use for them.
 ACCEPTED_WITHOUT_EFFECT = frozenset({
@@ -59,6 +60,7 @@ class PromptBody(CommonBody, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: ThinkingConfig | None = None
     output_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    output_format: dict[str, Any] | None = None
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
 
@@ -88,6 +90,16 @@ class MessagesRequest:
         last = self.messages[-1]
         text: str = last["content"]
         return text if last["role"] == "assistant" else None
+
+
+def format_field(body: Mapping[str, Any]) -> str:
+    """Return the field that asks for a form of the answer; raise ClientError if there are two."""
+    if body.get(OLD_OUTPUT_FORMAT) is None:
+        return OUTPUT_FORMAT
+    config = body.get("output_config")
+    if isinstance(config, Mapping) and config.get("format") is not None:
+        raise ClientError(f"{OUTPUT_FORMAT} and {OLD_OUTPUT_FORMAT} cannot be combined", param=OLD_OUTPUT_FORMAT)
+    return OLD_OUTPUT_FORMAT
 
 
 def parse_message(body: Mapping[str, Any], vocab_size: int) -> MessagesRequest:
@@ -145,7 +157,7 @@ def _thinking_variables(fields: PromptBody) -> dict[str, Any]:
 
 def _sampling(fields: PromptBody, body: Mapping[str, Any], vocab_size: int) -> SamplingParams:
     fields.stop = fields.stop_sequences
-    grammar = grammar_from(body, OUTPUT_FORMAT)
+    grammar = grammar_from(body, format_field(body))
     try:
         return sampling_params(fields, vocab_size, max_tokens=fields.max_tokens, grammar=grammar)
     except ClientError as error:
