@@ -42,6 +42,12 @@ class BodyTooLargeError(ClientError):
     status = 413
 
 
+def type_error(name: str, expected: str, value: object) -> ClientError:
+    """Return the error for a field of the wrong type."""
+    message = f"{name} must be of type {expected}, got {type(value).__name__}"
+    return ClientError(message, param=name, code="invalid_type")
+
+
 @contextmanager
 def blaming(param: str) -> Iterator[None]:
     """Name ``param`` in errors of the tokenizer and the engine, which do not know what the client calls its prompt."""

@@ -290,6 +290,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"tools": DEMO_TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [], "mode": "x"}}},
         "tool_choice.allowed_tools.mode",
     ),
+    (  # openai.types.chat.ChatCompletionAllowedToolsParam: "auto" or "required"
+        {"tools": DEMO_TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [], "mode": "none"}}},
+        "tool_choice.allowed_tools.mode",
+    ),
+    (
+        {"tools": DEMO_TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}},
+        "tool_choice.allowed_tools.tools",
+    ),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"parallel_tool_calls": "x"}, "parallel_tool_calls"),

@@ -307,6 +307,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "x", "tools": []}}, "tool_choice.mode"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function"}]}},
+        "tool_choice.tools[0].name",
+    ),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": [WEATHER] * 513}}, "tool_choice.tools"),
     ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     ({"reasoning": {"summary": 5}}, "reasoning.summary"),

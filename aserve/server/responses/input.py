@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from aserve.errors import ClientError, quoted
+from aserve.server.errors import type_error
 from aserve.server.responses.items import (
     BUILT_IN_CALLS,
     BUILT_IN_OUTPUTS,
@@ -47,12 +48,6 @@ def read_input(value: object) -> list[Item]:
     if num_ignored := items.count(None):
         logger.info("left out %d input items of kinds that mean nothing to a text model", num_ignored)
     return [item for item in items if item is not None]
-
-
-def type_error(name: str, expected: str, value: object) -> ClientError:
-    """Return the error for a field of the wrong type."""
-    message = f"{name} must be of type {expected}, got {type(value).__name__}"
-    return ClientError(message, param=name, code="invalid_type")
 
 
 def unsupported(name: str, what: str) -> ClientError:

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from aserve.errors import ClientError
+from aserve.server.errors import type_error
 from aserve.server.responses.archive import ResponseArchive
-from aserve.server.responses.input import MAX_INPUT_ITEMS, REFERENCE, type_error
+from aserve.server.responses.input import MAX_INPUT_ITEMS, REFERENCE
 from aserve.server.responses.item_ids import ItemPlace
 from aserve.server.responses.items import decode_item, split_list
 from aserve.server.responses.listing import wire_item

@@ -14,8 +14,9 @@ import orjson
 from aserve.errors import ClientError, quoted
 from aserve.request import SamplingParams
 from aserve.server import schema
+from aserve.server.errors import type_error
 from aserve.server.reasoning import reasoning_variables
-from aserve.server.responses.input import read_input, type_error, unsupported
+from aserve.server.responses.input import read_input, unsupported
 from aserve.server.responses.items import Item
 from aserve.server.responses.tools import ResponseTools, read_tools
 from aserve.server.schema import (

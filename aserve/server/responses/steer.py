@@ -14,7 +14,8 @@ from typing import Any
 import orjson
 
 from aserve.errors import ClientError
-from aserve.server.responses.input import read_input, type_error
+from aserve.server.errors import type_error
+from aserve.server.responses.input import read_input
 from aserve.server.responses.items import Item
 
 MAX_ID_CHARS = 256

@@ -8,19 +8,21 @@ the log.
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import orjson
 
 from aserve.errors import ClientError, quoted
-from aserve.server.responses.input import type_error, unsupported
+from aserve.server.errors import type_error
+from aserve.server.responses.input import unsupported
 from aserve.server.responses.turns import CUSTOM_INPUT, function_name
-from aserve.server.tools import NO_TOOLS, FunctionTool, ToolChoice, ToolOptions, check_function, check_tools
+from aserve.server.tool_choice import read_choice
+from aserve.server.tools import NO_TOOLS, FunctionTool, ToolOptions, check_function, check_tools
 
 logger = logging.getLogger(__name__)
 
 TYPES = ("function", "custom", "namespace")
-MODES: tuple[ToolChoice, ...] = ("auto", "none", "required")
 
 CUSTOM_PARAMETERS: Mapping[str, Any] = {
     "type": "object",
@@ -61,7 +63,7 @@ def read_tools(tools: object, choice: object, *, is_parallel: bool) -> ResponseT
     found = [list(_read_tool(f"tools[{place}]", tool, None)) for place, tool in enumerate(tools)]
     functions = check_tools(function for group in found for function, _ in group)
     names = {function.name: name for group in found for function, name in group}
-    options = _read_choice(choice, names, functions, is_parallel)
+    options = read_choice(choice, functions, partial(_chosen_name, names), is_parallel=is_parallel)
     shown = [tool for tool in tools if tool["type"] in TYPES]
     if num_ignored := len(tools) - len(shown):
         logger.info("left out %d tools of types that only OpenAI's servers can run", num_ignored)
@@ -113,42 +115,16 @@ def _read_name(where: str, tool: Mapping[str, Any]) -> str:
     return value
 
 
-def _read_choice(
-    choice: object, names: Mapping[str, ToolName], functions: tuple[FunctionTool, ...], is_parallel: bool
-) -> ToolOptions:
-    if choice is None or isinstance(choice, str):
-        return ToolOptions(tools=functions, choice=_read_mode("tool_choice", choice, MODES), is_parallel=is_parallel)
-    if not isinstance(choice, dict):
-        raise type_error("tool_choice", "string or object", choice)
-    mode: ToolChoice = "required"
-    allowed: Any = [choice]
-    if choice.get("type") == "allowed_tools":
-        mode = _read_mode("tool_choice.mode", choice.get("mode"), ("auto", "required"))
-        allowed = choice.get("tools")
-        if not isinstance(allowed, list) or not all(isinstance(tool, dict) for tool in allowed):
-            raise type_error("tool_choice.tools", "list of objects", allowed)
-    chosen = {_chosen(tool, names) for tool in allowed}
-    return ToolOptions(tools=functions, choice=mode, allowed=chosen, is_parallel=is_parallel)
-
-
-def _read_mode(where: str, value: object, modes: tuple[ToolChoice, ...]) -> ToolChoice:
-    """Return the mode; "auto" if there is none."""
-    for mode in modes:
-        if value is None or value == mode:
-            return mode
-    raise ClientError(f"{where} must be one of {', '.join(modes)}", param=where)
-
-
-def _chosen(choice: Mapping[str, Any], names: Mapping[str, ToolName]) -> str:
+def _chosen_name(names: Mapping[str, ToolName], choice: Mapping[str, Any], where: str) -> str:
     """Return the name that the model knows of a tool that is chosen by its type and name."""
     kind = choice.get("type")
     if kind not in ("function", "custom"):
-        raise unsupported("tool_choice", f"tool_choice of type {quoted(kind)}")
-    wanted = _read_name("tool_choice", choice)
+        raise unsupported(where, f"{where} of type {quoted(kind)}")
+    wanted = _read_name(where, choice)
     for function, tool in names.items():
         if wanted in (function, tool.name) and tool.is_custom is (kind == "custom"):
             return function
-    raise ClientError(f"tool_choice names {wanted[:64]!r}, which is not in tools", param="tool_choice")
+    raise ClientError(f"{where} names {wanted[:64]!r}, which is not in tools", param=where)
 
 
 def _json(where: str, value: Any) -> bytes:
