@@ -44,28 +44,32 @@ class AnswerEvents:
 
     def _found(self, deltas: Sequence[AnswerDelta]) -> list[Event]:
         events: list[Event] = []
-        for delta in deltas:
+        shown = [delta for delta in deltas if not isinstance(delta, PartEnd)]
+        for delta in shown:
             if isinstance(delta, TextDelta):
-                events += self._text(delta.text)
+                events += self._text(delta.text, is_newest=delta is shown[-1])
             elif isinstance(delta, ReasoningDelta):
                 events += self._events.reasoning(delta.text)
             elif isinstance(delta, ToolCallStart):
                 events += self._events.begin_call(delta.id, delta.name)
             elif isinstance(delta, ToolCallArguments):
                 events += self._events.arguments(delta.text)
-        shown = [delta for delta in deltas if not isinstance(delta, PartEnd)]
         if shown and not isinstance(shown[-1], TextDelta):
             self._held_logprobs.clear()  # those of tokens that are no text
         return events
 
-    def _text(self, text: str) -> list[Event]:
-        return self._events.delta(text, self._take_logprobs(text) if self._held_logprobs else ())
+    def _text(self, text: str, *, is_newest: bool = True) -> list[Event]:
+        return self._events.delta(text, self._take_logprobs(text, is_newest=is_newest) if self._held_logprobs else ())
 
-    def _take_logprobs(self, text: str) -> list[Mapping[str, Any]]:
-        """Return the entries of the tokens that say ``text``, and drop those before: markers and white space."""
+    def _take_logprobs(self, text: str, *, is_newest: bool) -> list[Mapping[str, Any]]:
+        """Return the entries of the tokens that say ``text``, and drop those before: markers and white space.
+
+        Reasoning, calls and markers may say the same; the newest text stands behind them.
+        """
         held = self._held_logprobs
         spelled = b"".join(bytes(entry["bytes"]) for entry in held)
-        start = spelled.find(text.encode(errors="replace")) if self._reader is not None and text else -1
+        find = spelled.rfind if is_newest else spelled.find
+        start = find(text.encode(errors="replace")) if self._reader is not None and text else -1
         if start < 0:
             self._held_logprobs = []
             return held

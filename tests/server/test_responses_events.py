@@ -1,10 +1,17 @@
 """Order, shape and numbering of the events of one response (protocol.md 2.1); each is checked by the SDK's own type."""
 
+from typing import Any
+
 import orjson
 import pytest
 from doubles_engine import EOS
-from doubles_socket import MODEL, in_loop, kinds, respond, scripted_server, text_of
+from doubles_socket import MODEL, ServedTokenizer, in_loop, kinds, respond, scripted_server, text_of
 
+from aserve.parsing.answer_reader import AnswerReader
+from aserve.parsing.registry import AnswerFormat
+from aserve.request import RequestOutput, TokenLogprobs
+from aserve.server.answer_events import AnswerEvents
+from aserve.server.logprobs import TokenNames
 from aserve.server.responses.events import ResponseEvents, ResponseStatus
 from aserve.server.responses.schema import parse_create
 
@@ -166,3 +173,28 @@ def test_log_probabilities_are_encoded_once() -> None:
     assert text_done["logprobs"] == part_done["part"]["logprobs"] == expected
     assert item_done["item"]["content"][0]["logprobs"] == expected
     assert completed["response"]["output"] == [item_done["item"]]
+
+
+@pytest.mark.parametrize("spoken", ["<think>Yes</think>Yes", "<think>Yes</think>No Yes"])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_log_probabilities_of_a_text_are_not_those_of_the_same_words_thought(spoken: str, at_once: bool) -> None:
+    tokenizer: Any = ServedTokenizer()
+    request = parse_create({"input": "a", "include": ["message.output_text.logprobs"]}, 256)
+    events = ResponseEvents(request, response_id="resp_1", model=MODEL, created_at=0)
+    parser = AnswerFormat(None, "think").parser()
+    assert parser is not None
+    answer = AnswerEvents(events, AnswerReader(parser), TokenNames(tokenizer, hides_special=True))
+    entries = [TokenLogprobs(ord(letter), -float(place)) for place, letter in enumerate(spoken)]
+    outputs = [
+        RequestOutput("r", letter, [ord(letter)], 1, place + 1, 0, None, None, [entries[place]])
+        for place, letter in enumerate(spoken)
+    ]
+    if at_once:  # as for a peer that reads slowly
+        for later in outputs[1:]:
+            outputs[0].merge(later)
+        del outputs[1:]
+    found = [orjson.loads(payload) for output in outputs for _, payload in answer.read(output)]
+    shown = [entry["logprob"] for event in found for entry in event.get("logprobs", ())]
+    text = spoken.rpartition(">")[2]
+    assert "".join(event["delta"] for event in found if event["type"].endswith("text.delta")) == f"Yes{text}"
+    assert shown == [-float(place) for place in range(len(spoken) - len(text), len(spoken))]
