@@ -10,6 +10,7 @@ import httpx
 import pytest
 from doubles_engine import until
 from doubles_responses import create, official, plain, read_sse, take
+from doubles_slow_peer import say, slow_peer
 from doubles_socket import (
     MODEL,
     TERMINAL,
@@ -17,14 +18,17 @@ from doubles_socket import (
     check_event,
     in_loop,
     in_one_write,
+    kinds,
     receive_until,
     respond,
+    scripted_engine,
     scripted_server,
     send,
     text_of,
 )
 
 from aserve.server.responses import event_log
+from aserve.server.responses.items import MessageItem
 from aserve.server.stream_sink import Outlet
 
 RESUMABLE = {"input": "say " + "abcdefghij" * 12, "stream": True, "resumable": True}
@@ -160,6 +164,22 @@ def test_a_new_event_costs_its_reader_as_little_behind_many_as_behind_few() -> N
         costs.append(time.thread_time() - began)
     assert peer.frames == [b"%d" % number for number in range(40_000)]
     assert min(costs[-3:]) < 10 * min(costs[:3])
+
+
+@in_loop
+async def test_what_a_client_is_cut_off_from_is_stored_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "MAX_LOG_BYTES", 3000)
+    async with scripted_engine(step_time_s=0.002) as engine, slow_peer(engine) as (session, peer):
+        await say(session, input=f"say {SPOKEN}", resumable=True)
+        await until(lambda: "response.output_text.delta" in kinds(peer.events))
+        peer.is_writable = False
+        await until(lambda: engine.metrics.num_generation_tokens > 60)
+        peer.read()
+        assert peer.is_closed
+        await until(lambda: not engine.stats().num_open)
+        kept = await session.state.archive.find_kept(peer.events[0]["response"]["id"])
+    assert kept is not None
+    assert kept.items == [MessageItem("user", f"say {SPOKEN}"), MessageItem("assistant", SPOKEN)]
 
 
 @in_loop

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from doubles_engine import settle, until
 from doubles_http import demo_tokenizer
 from doubles_responses import plain
+from doubles_slow_peer import say, slow_peer
 from doubles_socket import (
     LIMITS,
     MODEL,
@@ -33,9 +34,7 @@ from doubles_socket import (
 from openai.types.responses import ResponseSteerFailedEvent
 from websockets.asyncio.client import ClientConnection
 
-from aserve.engine.async_engine import AsyncEngine
 from aserve.scheduler.limits import Limits
-from aserve.server.responses.session import ResponsesSession
 from aserve.tokenizer.spans import Span
 
 ACCEPTED, FAILED = "response.steer.accepted", "response.steer.failed"
@@ -528,52 +527,6 @@ async def test_what_waits_is_handed_back_in_order_when_there_is_no_successor() -
         assert [event["steer"]["id"] for event in failed] == given
         everything = first + events + failed
         assert numbers(everything) == list(range(len(everything)))
-
-
-class SlowPeer:
-    """A WebSocket whose peer reads when it is told to."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.is_writable = True
-        self.is_closed = False
-        self._on_writable: Callable[[], None] | None = None
-
-    def write_frame(self, payload: bytes) -> None:
-        self.events.append(check_event(json.loads(payload)))
-
-    def on_writable(self, callback: Callable[[], None] | None) -> None:
-        self._on_writable = callback
-
-    def on_close(self, callback: Callable[[], None]) -> None:
-        pass
-
-    def abort(self) -> None:
-        self.is_closed = True
-
-    def close(self, code: int, reason: str = "") -> None:
-        self.is_closed = True
-
-    async def drain(self) -> None:
-        pass
-
-    def read(self) -> None:
-        self.is_writable = True
-        assert self._on_writable is not None
-        self._on_writable()
-
-
-@asynccontextmanager
-async def slow_peer(engine: AsyncEngine) -> AsyncIterator[tuple[ResponsesSession, SlowPeer]]:
-    peer = SlowPeer()
-    async with live_server(engine) as live, asyncio.TaskGroup() as tasks:
-        session = ResponsesSession(live.state, peer, tasks)
-        yield session, peer
-        session.close()
-
-
-async def say(session: ResponsesSession, kind: str = "response.create", **fields: Any) -> None:
-    await session.receive(json.dumps({"type": kind, **fields}))
 
 
 @in_loop

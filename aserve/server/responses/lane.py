@@ -184,10 +184,10 @@ class Lane:
             self.steering.release_notices()
 
     def _keep(self, run: ResponseRun) -> None:
-        """Keep what has ended for the next turn, if it can be continued."""
+        """Keep what has ended for the next turn, if it can be continued; it goes on if the peer was cut off from it."""
         if run.status is ResponseStatus.FAILED:
             self._forget(run.request.previous_response_id)
-        else:
+        elif run.status is not ResponseStatus.IN_PROGRESS:
             self.latest = run.kept()
             self.settings = replace(run.request, items=[])
 
