@@ -206,6 +206,28 @@ async def test_a_socket_resumes_what_another_socket_or_http_began() -> None:
 
 
 @in_loop
+async def test_what_ended_without_its_client_is_continued_where_it_is_resumed() -> None:
+    async with scripted_server() as live, live.connect() as socket:
+        async with live.connect() as lost:
+            await send(lost, **RESUMABLE, store=False, instructions="be kind")
+            first = await receive_until(lost, "response.created")
+        await live.become_idle()
+        response_id = first[0]["response"]["id"]
+        await send(socket, "response.resume", response_id=response_id, starting_after=0)
+        assert text_of(await receive_until(socket, *TERMINAL)) == SPOKEN
+        second = await respond(socket, input="say more", previous_response_id=response_id, store=False)
+        assert text_of(second) == "more"
+        history = f"{RESUMABLE['input']}\n{SPOKEN}\n"
+        assert second[-1]["response"]["usage"]["input_tokens"] == len(f"{history}say more\n")
+        await send(socket, "response.resume", response_id=response_id, starting_after=0)
+        await receive_until(socket, *TERMINAL)
+        await send(socket, "response.append", input="say less")
+        third = (await receive_until(socket, *TERMINAL))[-1]["response"]
+        assert (third["instructions"], third["store"]) == ("be kind", False)
+        assert third["usage"]["input_tokens"] == len(f"be kind\n{history}say less\n")
+
+
+@in_loop
 @pytest.mark.parametrize("is_named", [False, True])
 async def test_a_cancel_while_a_resume_waits_for_its_turn_is_not_lost(is_named: bool) -> None:
     async with scripted_server(step_time_s=0.003) as live, live.connect() as socket:

@@ -17,7 +17,7 @@ from aserve.server.responses.item_references import resolve_references
 from aserve.server.responses.kept import KeptResponse
 from aserve.server.responses.lane_steering import LaneSteering
 from aserve.server.responses.live import LiveResponse
-from aserve.server.responses.run import ResponseRun, socket_frames
+from aserve.server.responses.run import LastTurn, ResponseRun, socket_frames
 from aserve.server.responses.schema import ResponseRequest, parse_create, read_resume
 from aserve.server.responses.start import new_id, new_live, new_run, previous_not_found
 from aserve.server.state import ServerState
@@ -173,7 +173,9 @@ class Lane:
             await self._follow(live, start)
         finally:
             self.running = None
-        if run is not None:
+        if run is None:
+            self._go_on_from(live.last_turn)
+        else:
             self._keep(run)
 
     async def _follow(self, live: LiveResponse, start: int) -> None:
@@ -187,9 +189,12 @@ class Lane:
         """Keep what has ended for the next turn, if it can be continued; it goes on if the peer was cut off from it."""
         if run.status is ResponseStatus.FAILED:
             self._forget(run.request.previous_response_id)
-        elif run.status is not ResponseStatus.IN_PROGRESS:
-            self.latest = run.kept()
-            self.settings = replace(run.request, items=[])
+        else:
+            self._go_on_from(run.last_turn())
+
+    def _go_on_from(self, turn: LastTurn | None) -> None:
+        if turn is not None:
+            self.latest, self.settings = turn.kept, turn.settings
 
     def _appended(self, payload: Mapping[str, Any]) -> ResponseRequest:
         """Return the request that goes on from the latest response with the same settings and new input."""

@@ -2,7 +2,8 @@
 
 client is there     a reader of the log
 client is lost      background: goes on; else cancelled after the grace period unless somebody reads again
-response has ended  its events can be read for the grace period more; the response itself is in the archive
+response has ended  its events can be read for the grace period more, and a socket that resumes it can continue it;
+                    the response itself is in the archive, if it was to be stored
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from aserve.errors import AserveError, CapacityError
 from aserve.server.responses.event_log import EventLog, LogReader
 from aserve.server.responses.events import ResponseStatus
-from aserve.server.responses.run import ResponseRun
+from aserve.server.responses.run import LastTurn, ResponseRun
 from aserve.server.stream_sink import Outlet
 
 MAX_RUNNING = 256
@@ -29,6 +30,7 @@ class LiveResponse:
         self.log = EventLog()
         self.outlet = Outlet(self.log)
         self.run: ResponseRun | None = None  # until it has ended
+        self.last_turn: LastTurn | None = None  # once it has, if it can be continued
         self._grace_s = grace_s
         self._background = background
         self._timer: asyncio.TimerHandle | None = None
@@ -53,7 +55,9 @@ class LiveResponse:
     def end(self, on_forgotten: Callable[[], None]) -> None:
         """Close the log behind the last event; ``on_forgotten`` is called when nobody can read it any more."""
         self._stop_timer()
-        self.run = None
+        if self.run is not None:
+            self.last_turn = self.run.last_turn()
+            self.run = None
         self.log.complete()
         self._timer = asyncio.get_running_loop().call_later(self._grace_s, on_forgotten)
 

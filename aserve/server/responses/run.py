@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aserve.engine.async_engine import AsyncEngine
@@ -30,6 +31,14 @@ from aserve.server.structured_request import prepare_grammar
 from aserve.tokenizer.spans import Span, join_spans
 
 Framing = Callable[[Sequence[Event]], list[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class LastTurn:
+    """What the next turn needs of a response that has ended; ``settings`` are its request without its items."""
+
+    kept: KeptResponse
+    settings: ResponseRequest
 
 
 class ResponseRun:
@@ -103,6 +112,12 @@ class ResponseRun:
         if self._kept is None:
             self._kept = self._make_kept()
         return self._kept
+
+    def last_turn(self) -> LastTurn | None:
+        """Return what can be continued; None before its end, and if it has failed."""
+        if self.status in (ResponseStatus.IN_PROGRESS, ResponseStatus.FAILED):
+            return None
+        return LastTurn(self.kept(), replace(self.request, items=[]))
 
     async def prepare(self, previous: KeptResponse | None) -> None:
         """Encode the conversation and queue it; raises what is known before the first event."""
