@@ -1,6 +1,6 @@
 """Linear layers, single or merged from several checkpoint tensors that read the same input."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -14,15 +14,24 @@ class Linear(WeightedLayer):
 
     ``parts`` maps checkpoint names (without ".weight") to their output features, in output order: three names for a
     merged query-key-value projection. Parts wait until all have come, because a packed layout may interleave rows.
+    ``arrange`` reorders the merged rows before they are packed.
     """
 
     def __init__(
-        self, name: str, in_features: int, parts: Mapping[str, int], weights: WeightFormat, *, has_bias: bool = False
+        self,
+        name: str,
+        in_features: int,
+        parts: Mapping[str, int],
+        weights: WeightFormat,
+        *,
+        has_bias: bool = False,
+        arrange: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(name, weights)
         self.in_features = in_features
         self.parts = dict(parts)
         self.has_bias = has_bias
+        self._arrange = arrange
         self._waiting: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
 
     @property
@@ -58,6 +67,8 @@ class Linear(WeightedLayer):
             return
         parts = [waiting.pop(part) for part in self.parts]
         merged = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if self._arrange is not None:
+            merged = self._arrange(merged)
         if kind == "bias":
             self.tensors["bias"] = merged.to(self.weights.dtype, copy=True)
         else:

@@ -5,6 +5,15 @@ the cache stay valid whoever reads them. ``dynamic`` scaling is where that is a 
 the sequence. Position p takes the base of the sequence that ends at p. This equals transformers up to the
 original context length, and beyond it for decoding token by token; a prompt that is longer than the original
 context in one piece is rotated by transformers with the base of its last token throughout.
+
+``longrope`` has two sets of factors, for sequences within the original context and beyond. One set serves all
+sequences of an engine: the long one if any of them may exceed the original context, that is, if the table has more
+positions. transformers chooses anew for each forward instead, which would mix both in the cache of a sequence that
+grows over the border.
+
+Kernels rotate whole heads, in pairs (i, i + head_dim / 2). Where only the first channels of a head are rotated
+(``partial_rotary_factor``), loading reorders the rows of the query and key projections (``pair_halves``), and the
+table says angle 0 for the others.
 """
 
 import math
@@ -13,11 +22,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from aserve.errors import ConfigError
 from aserve.layers.weighted import WeightedLayer, WeightFormat, WeightSlot
 
-RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +47,32 @@ class RopeConfig:
     beta_slow: float = 1.0
     is_range_truncated: bool = True
     attention_factor: float = 1.0
+    partial_rotary_factor: float = 1.0  # of a head's channels, the first ones
+    short_factors: tuple[float, ...] = ()  # divisors of the frequencies, one each
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("theta", "factor", "attention_factor"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"rope {name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.partial_rotary_factor <= 1:
+            raise ConfigError(f"partial_rotary_factor must be above 0 and at most 1, got {self.partial_rotary_factor}")
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return how many channels of a head are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
+
+    def check(self, head_dim: int) -> None:
+        """Raise ConfigError unless heads of ``head_dim`` channels can be rotated so."""
+        rotary_dim = self.rotary_dim(head_dim)
+        if rotary_dim % 2 or rotary_dim == 0:
+            raise ConfigError(
+                f"partial_rotary_factor {self.partial_rotary_factor} rotates {rotary_dim} of {head_dim} channels, "
+                "but they come in pairs"
+            )
+        for name, factors in (("short_factor", self.short_factors), ("long_factor", self.long_factors)):
+            if self.scaling == "longrope" and (len(factors) != rotary_dim // 2 or min(factors) <= 0):
+                raise ConfigError(f"rope {name} must be {rotary_dim // 2} positive numbers, got {list(factors)}")
 
 
 class RotaryTable(WeightedLayer):
@@ -58,7 +89,14 @@ class RotaryTable(WeightedLayer):
         self.cos_sin = self._build(None)
 
     def slots(self) -> dict[str, WeightSlot]:
-        return {f"{self.name}.weight": WeightSlot((self.head_dim // 2,), self._write, is_optional=True)}
+        num_frequencies = self.config.rotary_dim(self.head_dim) // 2
+        return {f"{self.name}.weight": WeightSlot((num_frequencies,), self._write, is_optional=True)}
+
+    def fit(self, max_positions: int) -> None:
+        """Choose longrope's factors for sequences of at most ``max_positions``; other tables stay as they are."""
+        if self.config.scaling == "longrope":
+            self.max_positions = max_positions
+            self.cos_sin = self._build(self.tensors.get("divisors"))
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         super().restore(tensors)
@@ -76,34 +114,52 @@ class RotaryTable(WeightedLayer):
 def build_cos_sin(config: RopeConfig, head_dim: int, max_positions: int, divisors: Tensor | None = None) -> Tensor:
     """Return [max_positions, head_dim] float32 on the CPU, computed in float32 as transformers does."""
     positions = torch.arange(max_positions, dtype=torch.float32)
-    frequencies = _scaled_frequencies(config, head_dim, positions)  # [D/2], or [positions, D/2]
+    rotary_dim = config.rotary_dim(head_dim)  # R
+    frequencies = _scaled_frequencies(config, rotary_dim, positions)  # [R/2], or [positions, R/2]
     if divisors is not None:
         frequencies = frequencies / divisors.cpu().float()
     angles = positions.unsqueeze(1) * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=1) * config.attention_factor
+    num_kept = (head_dim - rotary_dim) // 2  # pairs that are not rotated
+    cos = F.pad(angles.cos() * config.attention_factor, (0, num_kept), value=1.0)
+    sin = F.pad(angles.sin() * config.attention_factor, (0, num_kept))
+    return torch.cat((cos, sin), dim=1)
 
 
-def _scaled_frequencies(config: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / config.theta**exponents
+def pair_halves(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
+    """Reorder rows [heads * head_dim, ...] of heads whose pairs are (i, i + rotary_dim / 2) to (i, i + head_dim / 2).
+
+    The channels behind ``rotary_dim`` become pairs as well.
+    """
+    rotated, kept = torch.arange(rotary_dim).chunk(2), torch.arange(rotary_dim, head_dim).chunk(2)
+    order = torch.cat((rotated[0], kept[0], rotated[1], kept[1])).to(rows.device)
+    return rows.view(-1, head_dim, *rows.shape[1:])[:, order].reshape(rows.shape)
+
+
+def _scaled_frequencies(config: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    powers = config.theta**exponents
+    frequencies = 1.0 / powers
     match config.scaling:
         case "none":
             return frequencies
         case "linear":
             return frequencies / config.factor
         case "dynamic":
-            return 1.0 / _dynamic_bases(config, head_dim, positions).unsqueeze(1) ** exponents
+            return 1.0 / _dynamic_bases(config, rotary_dim, positions).unsqueeze(1) ** exponents
         case "llama3":
             return _llama3_frequencies(config, frequencies)
         case "yarn":
             return _yarn_frequencies(config, frequencies)
+        case "longrope":
+            is_long = len(positions) > config.original_context_len
+            return 1.0 / (torch.tensor(config.long_factors if is_long else config.short_factors) * powers)
 
 
-def _dynamic_bases(config: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
+def _dynamic_bases(config: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
     """NTK-aware bases [positions], each that of the sequence ending there (posts by bloc97 and emozilla, 2023)."""
     lengths = (positions.double() + 1).clamp(min=config.original_context_len)
     growth = config.factor * lengths / config.original_context_len - (config.factor - 1)
-    return (config.theta * growth ** (head_dim / (head_dim - 2))).float()
+    return (config.theta * growth ** (rotary_dim / (rotary_dim - 2))).float()
 
 
 def _llama3_frequencies(config: RopeConfig, frequencies: Tensor) -> Tensor:

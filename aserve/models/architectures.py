@@ -1,7 +1,8 @@
 """The decoder architectures that aserve runs, one row each, and how they differ."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from aserve.errors import ConfigError
 
@@ -15,16 +16,27 @@ class Architecture:
     has_qkv_bias: bool = False  # always; others follow "attention_bias", which also covers the output projection
     has_qk_norm: bool = False
     window: Literal["none", "all", "by_layer"] = "none"  # layers that the field "sliding_window" is about
-    default_window: int | None = None  # tokens, where "sliding_window" is absent
-    default_head_dim: int | None = None  # where "head_dim" is absent; None: hidden_size / num_attention_heads
+    has_merged_projections: bool = False  # the checkpoint holds qkv_proj and gate_up_proj instead of their parts
+    may_rotate_partly: bool = False  # heeds "partial_rotary_factor"
+    defaults: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # fields of config.json that may be absent, as transformers
     has_permuted_gguf: bool = False  # its GGUF files hold query and key rows for the interleaved rotary style
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture("llama", "llama", has_permuted_gguf=True),
-    "MistralForCausalLM": Architecture("mistral", window="all", default_window=4096),  # its GGUF files say "llama"
+    # Its GGUF files say "llama".
+    "MistralForCausalLM": Architecture("mistral", window="all", defaults={"sliding_window": 4096}),
     "Qwen2ForCausalLM": Architecture("qwen2", "qwen2", has_qkv_bias=True, window="by_layer"),
-    "Qwen3ForCausalLM": Architecture("qwen3", "qwen3", has_qk_norm=True, window="by_layer", default_head_dim=128),
+    "Qwen3ForCausalLM": Architecture("qwen3", "qwen3", has_qk_norm=True, window="by_layer", defaults={"head_dim": 128}),
+    "Phi3ForCausalLM": Architecture(
+        "phi3",
+        window="all",
+        has_merged_projections=True,
+        may_rotate_partly=True,
+        defaults={"sliding_window": None, "rms_norm_eps": 1e-5},
+    ),
 }
 
 

@@ -32,6 +32,7 @@ class DecoderConfig:
     has_output_bias: bool = False  # of the attention's output projection
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
+    has_merged_projections: bool = False  # of the checkpoint's tensors; the model merges them anyway
     is_head_tied: bool = False
 
     def __post_init__(self) -> None:
@@ -39,6 +40,7 @@ class DecoderConfig:
             raise ConfigError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim {self.head_dim} is odd, which rotary embedding does not allow")
+        self.rope.check(self.head_dim)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
@@ -46,14 +48,18 @@ class DecoderConfig:
 
         Raises ConfigError naming the field for what is unsupported.
         """
+        _refuse_unsupported(Fields(config))
+        model_type = Fields(config).get("model_type", str, "")
+        name, architecture = find_architecture(config.get("architectures") or [], model_type)
+        config = {**architecture.defaults, **config}
         fields = Fields(config)
-        _refuse_unsupported(fields)
-        name, architecture = find_architecture(config.get("architectures") or [], fields.get("model_type", str, ""))
         hidden_size, num_heads = fields.require_size("hidden_size"), fields.require_size("num_attention_heads")
         num_layers = fields.require_size("num_hidden_layers")
-        head_dim = fields.get_size("head_dim") or architecture.default_head_dim or _split(hidden_size, num_heads)
+        head_dim = fields.get_size("head_dim") or _split(hidden_size, num_heads)
         max_context_len = fields.require_size("max_position_embeddings")
         rope = rope_from_hf(config, max_context_len)
+        if rope.partial_rotary_factor != 1.0 and not architecture.may_rotate_partly:
+            raise ConfigError(f"unsupported: partial_rotary_factor is {rope.partial_rotary_factor}")
         has_bias = fields.get("attention_bias", bool, False)
         return cls(
             architecture=name,
@@ -72,6 +78,7 @@ class DecoderConfig:
             has_output_bias=has_bias and not architecture.has_qkv_bias,
             has_mlp_bias=fields.get("mlp_bias", bool, False),
             has_qk_norm=architecture.has_qk_norm,
+            has_merged_projections=architecture.has_merged_projections,
             is_head_tied=fields.get("tie_word_embeddings", bool, False),
         )
 
@@ -133,7 +140,7 @@ def _split(hidden_size: int, num_heads: int) -> int:
 
 def _windows_from_hf(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
     fields = Fields(config)
-    window = fields.get_size("sliding_window") if "sliding_window" in config else architecture.default_window
+    window = fields.get_size("sliding_window")
     if architecture.window == "all":
         return (window,) * num_layers
     if architecture.window == "none" or not fields.get("use_sliding_window", bool, False):

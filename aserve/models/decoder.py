@@ -1,4 +1,4 @@
-"""The decoder-only transformer behind Llama, Mistral, Qwen2 and Qwen3: one class, differences as flags."""
+"""The decoder-only transformer behind Llama, Mistral, Qwen2, Qwen3 and Phi-3: one class, differences as flags."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from aserve.kernels.operators import HeadLayout, HeadNorms, KVTarget, Operators
 from aserve.layers.embedding import Embedding, TiedEmbedding, TokenEmbedding
 from aserve.layers.linear import Linear
 from aserve.layers.norm import NormWeight
-from aserve.layers.rotary import RotaryTable
+from aserve.layers.rotary import RotaryTable, pair_halves
 from aserve.layers.weighted import WeightedLayer, WeightFormat, WeightSlot
 from aserve.models.config import DecoderConfig
 
@@ -43,6 +43,10 @@ class Decoder:
     def compute_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [N, V], in ``out``, for those rows of ``forward``'s result that are needed, [N, E]."""
         return self._operators.norm_logits(hidden, self._norm.weight, self.config.rms_norm_eps, self._head, out=out)
+
+    def fit(self, max_model_len: int) -> None:
+        """Choose what depends on how long a sequence may get, in tokens; before the first forward that counts."""
+        self._rotary.fit(max_model_len)
 
     def weighted_layers(self) -> list[WeightedLayer]:
         """Every layer that keeps weights, each once."""
@@ -100,12 +104,16 @@ class Attention:
         self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim)
         self._eps = config.rms_norm_eps
         query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        merged_name = f"{name}.qkv_proj"
+        parts = {f"{name}.q_proj": query_size, f"{name}.k_proj": key_size, f"{name}.v_proj": key_size}
+        self._rotary_dim = config.rope.rotary_dim(config.head_dim)
         self.qkv = Linear(
-            f"{name}.qkv_proj",
+            merged_name,
             config.hidden_size,
-            {f"{name}.q_proj": query_size, f"{name}.k_proj": key_size, f"{name}.v_proj": key_size},
+            {merged_name: sum(parts.values())} if config.has_merged_projections else parts,
             weights,
             has_bias=config.has_qkv_bias,
+            arrange=self._pair_halves if self._rotary_dim < config.head_dim else None,
         )
         output_name = f"{name}.o_proj"
         self._output = Linear(
@@ -136,6 +144,12 @@ class Attention:
         attended, _ = ctx.backend.forward(q, layer_kv, ctx.plan, self.spec)
         return operators.linear(attended.flatten(1), self._output)
 
+    def _pair_halves(self, merged: Tensor) -> Tensor:
+        """Reorder the rows of the query and key heads of the merged projection."""
+        heads = self._heads
+        num_rows = (heads.num_heads + heads.num_kv_heads) * heads.head_dim
+        return torch.cat((pair_halves(merged[:num_rows], heads.head_dim, self._rotary_dim), merged[num_rows:]))
+
     def _norms(self) -> HeadNorms | None:
         if self._qk_norms is None:
             return None
@@ -152,10 +166,13 @@ class Mlp:
 
     def __init__(self, config: DecoderConfig, name: str, weights: WeightFormat) -> None:
         size = config.intermediate_size
+        merged_name = f"{name}.gate_up_proj"
         self.gate_up = Linear(
-            f"{name}.gate_up_proj",
+            merged_name,
             config.hidden_size,
-            {f"{name}.gate_proj": size, f"{name}.up_proj": size},
+            {merged_name: 2 * size}
+            if config.has_merged_projections
+            else {f"{name}.gate_proj": size, f"{name}.up_proj": size},
             weights,
             has_bias=config.has_mlp_bias,
         )

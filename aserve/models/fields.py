@@ -52,6 +52,15 @@ class Fields:
         value = self.get_size(name)
         return self.require(name, int) if value is None else value
 
+    def require_floats(self, name: str) -> tuple[float, ...]:
+        """Return a field that lists numbers; raise if it is absent."""
+        values = self._values.get(self._prefix + name)
+        if values is None:
+            raise ConfigError(f"the model's config lacks {self._prefix}{name}")
+        if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
+            raise ConfigError(f"{self._prefix}{name} must be a list of numbers, got {values!r}")
+        return tuple(map(float, values))
+
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._values
 

@@ -15,6 +15,8 @@ HF_SCALINGS: dict[str, RopeScaling] = {
     "dynamic": "dynamic",
     "llama3": "llama3",
     "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",  # its name in Phi-3's first checkpoints
 }
 GGUF_SCALINGS: dict[str, RopeScaling] = {"none": "none", "linear": "linear", "yarn": "yarn"}
 STRETCHING = ("linear", "dynamic", "yarn")  # max_position_embeddings may still say the context before scaling
@@ -37,14 +39,19 @@ def rope_from_hf(config: Mapping[str, Any], max_position_embeddings: int) -> Rop
     kind = fields.get("rope_type", str) or fields.get("type", str, "default")
     if kind not in HF_SCALINGS:
         raise ConfigError(f"unsupported rope_type {kind!r}; known: {', '.join(HF_SCALINGS)}")
-    for source in (fields, Fields(config)):
-        if (share := source.get("partial_rotary_factor", float, 1.0)) != 1.0:
-            raise ConfigError(f"unsupported: partial_rotary_factor is {share}")
-    theta = fields.get("rope_theta", float) or Fields(config).get("rope_theta", float, 10000.0)
-    rope = RopeConfig(theta=theta, scaling=HF_SCALINGS[kind], original_context_len=max_position_embeddings)
+    outer = Fields(config)
+    rope = RopeConfig(
+        theta=fields.get("rope_theta", float) or outer.get("rope_theta", float, 10000.0),
+        scaling=HF_SCALINGS[kind],
+        original_context_len=max_position_embeddings,
+        partial_rotary_factor=fields.get("partial_rotary_factor", float)
+        or outer.get("partial_rotary_factor", float, 1.0),
+    )
     if rope.scaling in ("none", "dynamic"):  # transformers' dynamic scaling starts at max_position_embeddings
         return rope if rope.scaling == "none" else replace(rope, factor=fields.require("factor", float))
     original_len = fields.get("original_max_position_embeddings", int, max_position_embeddings)
+    if rope.scaling == "longrope":
+        original_len = outer.get("original_max_position_embeddings", int, original_len)
     rope = replace(rope, original_context_len=original_len)
     if rope.scaling == "llama3":
         return replace(
@@ -55,6 +62,8 @@ def rope_from_hf(config: Mapping[str, Any], max_position_embeddings: int) -> Rop
         )
     if rope.scaling == "yarn":
         return _yarn_from_hf(rope, fields, max_position_embeddings)
+    if rope.scaling == "longrope":
+        return _longrope_from_hf(rope, fields, max_position_embeddings)
     return replace(rope, factor=fields.require("factor", float))
 
 
@@ -73,6 +82,22 @@ def _yarn_from_hf(rope: RopeConfig, fields: Fields, max_position_embeddings: int
         beta_fast=fields.get("beta_fast", float) or 32.0,
         beta_slow=fields.get("beta_slow", float) or 1.0,
         is_range_truncated=fields.get("truncate", bool, True),
+    )
+
+
+def _longrope_from_hf(rope: RopeConfig, fields: Fields, max_position_embeddings: int) -> RopeConfig:
+    for name in ("short_mscale", "long_mscale"):
+        fields.refuse(name, "attention factor of longrope")
+    if rope.original_context_len < 2:
+        raise ConfigError(f"original_max_position_embeddings must be above 1, got {rope.original_context_len}")
+    factor = fields.get("factor", float) or max_position_embeddings / rope.original_context_len
+    temperature = math.sqrt(1 + math.log(factor) / math.log(rope.original_context_len)) if factor > 1 else 1.0
+    return replace(
+        rope,
+        factor=factor,
+        attention_factor=fields.get("attention_factor", float, temperature),
+        short_factors=fields.require_floats("short_factor"),
+        long_factors=fields.require_floats("long_factor"),
     )
 
 

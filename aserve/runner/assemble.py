@@ -12,7 +12,13 @@ from aserve.models.decoder import Decoder
 from aserve.runner.calibrate import MAX_CPU_TOKENS
 from aserve.runner.executor import DeviceParts
 from aserve.runner.kv_pool import KVLayout, allocate_pool
-from aserve.runner.resolve import resolve_kv_dtype, resolve_max_num_seqs, resolve_pool_size, wanted_model_len
+from aserve.runner.resolve import (
+    log_choice,
+    resolve_kv_dtype,
+    resolve_max_num_seqs,
+    resolve_pool_size,
+    wanted_model_len,
+)
 
 GPU_MAX_NUM_BATCHED_TOKENS = 8192
 DEFAULT_PAGE_SIZE = 16
@@ -66,13 +72,27 @@ def outline(
 
 
 def with_pool(config: EngineConfig, parts: DeviceParts, layout: KVLayout, reserved_bytes: int = 0) -> DeviceParts:
-    """Return ``parts`` with as many pages as the settings and the memory beside ``reserved_bytes`` allow."""
+    """Return ``parts`` with as many pages as the settings and the memory beside ``reserved_bytes`` allow.
+
+    The length of a sequence is known then, so the model is fitted to it.
+    """
     size = resolve_pool_size(
         config, layout, parts.model.config.max_context_len, parts.max_num_seqs, parts.backend, reserved_bytes
     )
+    _fit(parts.model, size.max_model_len)
     return replace(
         parts,
         layers_kv=allocate_pool(layout, parts.page_size, size.num_pages),
         num_pages=size.num_pages,
         max_model_len=size.max_model_len,
     )
+
+
+def _fit(model: Decoder, max_model_len: int) -> None:
+    """Tell the model how long a sequence may get, and the log what follows from it."""
+    model.fit(max_model_len)
+    rope = model.config.rope
+    if rope.scaling == "longrope":
+        original_len = rope.original_context_len
+        kind, comparison = ("long", "above") if max_model_len > original_len else ("short", "within")
+        log_choice("rope_factors", kind, f"max_model_len is {comparison} the model's original {original_len} tokens")

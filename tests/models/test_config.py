@@ -1,5 +1,6 @@
 """What is read from config.json and GGUF metadata, and what is refused by name."""
 
+import math
 from typing import Any
 
 import pytest
@@ -33,9 +34,34 @@ LLAMA_8B = {
 }
 QWEN = LLAMA_8B | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_scaling": None}
 
+PHI3 = {  # Phi-3-mini-128k-instruct, without its factors
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
+
 
 def changed(config: dict[str, Any] = LLAMA_8B, **changes: Any) -> dict[str, Any]:
     return config | changes
+
+
+def longrope(**changes: Any) -> dict[str, Any]:
+    scaling = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    return changed(PHI3, rope_scaling=scaling | changes)
 
 
 def without(name: str) -> dict[str, Any]:
@@ -70,7 +96,13 @@ def test_integers_are_fine_where_floats_are_expected() -> None:
         (changed(quantization_config={"quant_method": "awq"}), "quantization_config.*awq"),
         (changed(hidden_act="gelu"), "hidden_act.*gelu"),
         (changed(partial_rotary_factor=0.5), "partial_rotary_factor"),
-        (changed(rope_scaling={"rope_type": "longrope", "factor": 2.0}), "longrope"),
+        (changed(rope_scaling={"rope_type": "longrope", "factor": 2.0}), "lacks short_factor"),
+        (changed(PHI3, partial_rotary_factor=0.31), "partial_rotary_factor 0.31 rotates 29 of 96"),
+        (changed(PHI3, partial_rotary_factor=1.5), "partial_rotary_factor"),
+        (longrope(short_factor=[1.0] * 47), "short_factor must be 48 positive numbers"),
+        (longrope(long_factor=[0.0] * 48), "long_factor must be 48 positive numbers"),
+        (longrope(long_factor="all"), "long_factor must be a list of numbers"),
+        (longrope(long_mscale=1.2), "long_mscale"),
         (changed(rope_scaling={"rope_type": "default", "mrope_section": [16, 24, 24]}), "mrope_section"),
         (changed(rope_scaling={"rope_type": "linear"}), "lacks factor"),
         (changed(rope_scaling=None, rope_parameters={"full_attention": {"rope_theta": 1.0}}), "one set for all layers"),
@@ -107,6 +139,15 @@ def test_unsupported_configs_are_refused_by_name(config: dict[str, Any], named: 
 def test_context_after_rope_scaling(scaling: dict[str, Any] | None, context_len: int) -> None:
     config = changed(QWEN, max_position_embeddings=32768, rope_scaling=scaling)
     assert DecoderConfig.from_hf(config).max_context_len == context_len
+
+
+def test_phi_3_mini_128k() -> None:
+    config = DecoderConfig.from_hf(longrope())
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 32, 96)
+    assert config.max_context_len == 131072
+    assert config.rope.original_context_len == 4096
+    assert config.rope.attention_factor == pytest.approx((1 + math.log(32) / math.log(4096)) ** 0.5)
+    assert config.sliding_windows == (262144,) * 32
 
 
 def test_sliding_windows() -> None:

@@ -19,7 +19,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+SHORT, LONG = [1.0, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0], [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 16.0]
+LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "rope_theta": 500.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+PHI3: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -54,6 +57,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_sliding_window": True,
             "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "phi3": ("phi3", PHI3),
+    "phi3, one head per key and window": ("phi3", PHI3 | {"num_key_value_heads": None, "sliding_window": 6}),
+    "phi3, rotating in part": ("phi3", PHI3 | {"rope_parameters": {"partial_rotary_factor": 0.75}}),
+    "phi3, tied": ("phi3", PHI3 | {"tie_word_embeddings": True}),
+    "phi3, long factors": ("phi3", PHI3 | {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
+    "phi3, short factors": ("phi3", PHI3 | {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
+    "phi3, long factors of a part": (
+        "phi3",
+        PHI3
+        | {
+            "rope_parameters": LONGROPE
+            | {"partial_rotary_factor": 0.75, "short_factor": SHORT[:6], "long_factor": LONG[:6]},
+            "original_max_position_embeddings": 16,
         },
     ),
 }
@@ -94,6 +112,40 @@ def test_old_spelling_of_rope_scaling(case: str, tmp_path: Path, token_ids: list
     theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
     scaling = {"type": kind, **parameters} if kind != "default" else None
     edit_config(tmp_path, {"rope_parameters": None, "rope_theta": theta, "rope_scaling": scaling})
+    torch.testing.assert_close(
+        logits_in_chunks(tmp_path, token_ids), reference_logits(oracle, token_ids), rtol=0, atol=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize(("max_model_len", "is_long"), [(41, True), (40, False)])
+def test_longrope_factors_follow_the_longest_sequence(
+    max_model_len: int, is_long: bool, tmp_path: Path, token_ids: list[int]
+) -> None:
+    """transformers takes the set by the length of a forward: 40 tokens are long for an original context of 39."""
+    changes = {"rope_parameters": LONGROPE | {"attention_factor": 1.1}, "original_max_position_embeddings": 40}
+    oracle = make_oracle("phi3", PHI3 | changes, tmp_path)
+    model = load_folder(tmp_path)
+    model.fit(max_model_len)
+    sequence = PagedSequence(model, NUM_TOKENS)
+    logits = torch.cat([sequence.step(chunk) for chunk in cut(token_ids)])
+    short = reference_logits(oracle, token_ids)
+    oracle.config.rope_parameters["original_max_position_embeddings"] = 39
+    long = reference_logits(oracle, token_ids)
+    assert (long - short).abs().max() > 0.1
+    torch.testing.assert_close(logits, long if is_long else short, rtol=0, atol=TOLERANCE)
+
+
+def test_old_spelling_of_longrope(tmp_path: Path, token_ids: list[int]) -> None:
+    """As in the configs of Phi-3-mini-128k: rope_theta outside, "su" or "longrope" as "type"."""
+    oracle = make_oracle(*CASES["phi3, long factors"], tmp_path)
+    edit_config(
+        tmp_path,
+        {
+            "rope_parameters": None,
+            "rope_theta": 500.0,
+            "rope_scaling": {"type": "su", "short_factor": SHORT, "long_factor": LONG},
+        },
+    )
     torch.testing.assert_close(
         logits_in_chunks(tmp_path, token_ids), reference_logits(oracle, token_ids), rtol=0, atol=TOLERANCE
     )

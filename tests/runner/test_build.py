@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles_models import make_oracle
+from doubles_models import TINY, make_oracle
 from doubles_runner import single_plan
 
 from aserve.config import EngineConfig
@@ -73,6 +73,24 @@ def test_the_context_is_cut_to_the_pages(files: ModelFiles, caplog: pytest.LogCa
     runner = build_runner(config(num_pages=2, page_size=16, max_num_batched_tokens=8), files, frozenset())
     assert runner.limits.max_model_len == 32
     assert "max_model_len=32 (the model has 64, but the KV pool holds no more)" in caplog.text
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "factors"),
+    [({}, "long"), ({"max_model_len": 32}, "short"), ({"num_pages": 2, "page_size": 16}, "short")],
+)
+def test_longrope_factors_follow_the_resolved_length(
+    settings: dict[str, int], factors: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    lists = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    scaling = {"type": "longrope", "original_max_position_embeddings": 32} | lists
+    shape = TINY | {"model_type": "phi3", "vocab_size": 1000, "rope_scaling": scaling}
+    files = ModelFiles(Path("tiny"), "random", "tiny", config=shape)
+    runner = build_runner(config(max_num_batched_tokens=8, **settings), files, frozenset())
+    (line,) = [line for line in caplog.messages if line.startswith("rope_factors=")]
+    assert line.startswith(f"rope_factors={factors} (max_model_len is ")
     runner.close()
 
 
