@@ -24,6 +24,7 @@ from aserve.server.origin import OriginGate
 from aserve.server.responses.endpoints import responses_routes
 from aserve.server.responses.http_endpoints import http_responses_routes
 from aserve.server.state import ServerState
+from aserve.server.unchunked import UnchunkedBodies
 
 PROBES = ("/health", "/ready")
 DOCUMENT = "/openapi.json"
@@ -42,6 +43,7 @@ def create_app(engine: AsyncEngine, config: Config, state: ServerState | None = 
             *pages,
         ],
         middleware=[
+            Middleware(UnchunkedBodies),
             Middleware(RequestIds),
             Middleware(OriginGate, config.server.allowed_origins),
             Middleware(KeyGate, config.server.api_key, open_paths),

@@ -50,6 +50,7 @@ class BodyTransport:
         self.is_closed = False
         self.is_writable = not cycle.flow.write_paused  # while the peer keeps up and is there
         self._protocol = protocol
+        self._is_chunked = True
         self._flow = cycle.flow
         self._transport = cycle.transport
         self._write = cycle.transport.write
@@ -57,9 +58,14 @@ class BodyTransport:
         self._close_callbacks: list[Callable[[], None]] = []
 
     def write_frame(self, payload: bytes) -> None:
-        """Send ``payload`` as one chunk."""
+        """Send ``payload``, as one chunk where the client knows chunks."""
         if not self.is_closed:
-            self._write(b"%x\r\n%b\r\n" % (len(payload), payload))
+            self._write(b"%x\r\n%b\r\n" % (len(payload), payload) if self._is_chunked else payload)
+
+    def leave_unchunked(self) -> None:
+        """Send frames as they are; to be called before the response head, which must not name a length."""
+        self._is_chunked = False
+        self._protocol.leave_unchunked(self)
 
     def on_writable(self, callback: Callable[[], None] | None) -> None:
         """Call ``callback`` each time the peer has caught up."""
@@ -183,6 +189,12 @@ class HttpProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         self.cycle = None  # type: ignore[assignment]
         self.scope = None  # type: ignore[assignment]
+
+    def leave_unchunked(self, transport: BodyTransport) -> None:
+        """Have the response to which ``transport`` belongs written without chunks."""
+        for body, cycle in self._open:
+            if body is transport:
+                cycle.chunked_encoding = False
 
     def mark_closed(self) -> None:
         """Tell all open bodies that the peer has left. Idempotent."""

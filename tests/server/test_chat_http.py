@@ -2,10 +2,13 @@
 
 import asyncio
 import itertools
+import json
 from typing import Any
 
+import orjson
 import pytest
 from doubles_http import MODEL, demo_tokenizer, events, fetch, in_loop, joined, live_server, say
+from doubles_responses import read_sse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from aserve.runner.scripted import RowFailure
@@ -326,6 +329,29 @@ async def test_500_streams_of_mixed_lengths_all_end_with_done() -> None:
             assert events(text)[-1]["usage"]["completion_tokens"] == i % 23 + 1
         await live.until_idle()
         assert live.engine.stats().num_aborts == 0
+
+
+@in_loop
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_a_client_of_http_1_0_gets_no_chunks(path: str) -> None:
+    """A server must not send Transfer-Encoding unless the request indicates HTTP/1.1 (RFC 9112, 6.1)."""
+    async with live_server(say("one two three"), step_time_s=0.002) as live:
+        messages = [{"role": "user", "content": "hi"}]
+        asked: dict[str, Any] = {"input": messages} if path == "/v1/responses" else {"messages": messages}
+        for is_streamed in (True, False):
+            body = json.dumps({"stream": is_streamed, **asked}).encode()
+            reader, writer = await asyncio.open_connection(*live.address)
+            writer.write(b"POST %b HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body))
+            head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+            assert b"transfer-encoding" not in head.lower()
+            assert (b"content-length" in head.lower()) is not is_streamed
+            if not is_streamed:
+                assert "one two three" in str(orjson.loads(answer))
+            elif path == "/v1/responses":
+                assert read_sse(answer.decode())[-1]["type"] == "response.completed"
+            else:
+                assert joined(events(answer.decode())) == "one two three"
 
 
 @in_loop
