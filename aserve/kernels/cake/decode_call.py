@@ -1,0 +1,88 @@
+"""What every paged decode kernel of the family is called with, and the checks that they share."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+MAX_PAGE_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """N sequences with one query each; int32 on the device, read there only."""
+
+    page_table: Tensor  # [R, W]; a row's entries past its keys are never read
+    rows: Tensor  # [N] into page_table
+    key_lens: Tensor  # [N] at least 1, the query's own key included
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVPages:
+    """Keys and values, [pages, page_size, K, D] each, of the same strides; elements of a head are contiguous.
+
+    What is stored is divided by the scale of its kind.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRules:
+    """What becomes of the product of a query and a key."""
+
+    scale: float
+    window: int | None = None  # keys that a query sees, itself included; None = all
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H] float32
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCall:
+    """One layer's decodes: q [N, H, D], whose rows are dense, to ``out`` [N, H, D], contiguous.
+
+    ``lse`` [N, H] float32, if there is one, gets the natural log-sum-exp, sinks included.
+    """
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor | None
+    pages: KVPages
+    batch: DecodeBatch
+    rules: ScoreRules
+
+    def check(self) -> None:
+        """Raise ValueError, with the parameter's name, for what no kernel here serves."""
+        num_seqs, num_heads, head_dim = self.q.shape
+        keys, values, page_size = self.pages.keys, self.pages.values, self.batch.page_size
+        if self.q.stride()[1:] != (head_dim, 1):
+            raise ValueError(f"q: heads of a token must be dense, not of strides {self.q.stride()[1:]}")
+        if self.out.shape != self.q.shape or not self.out.is_contiguous() or self.out.dtype != self.q.dtype:
+            raise ValueError(f"out: must be contiguous, {tuple(self.q.shape)} in {self.q.dtype}, as q is")
+        if self.lse is not None and not (self.lse.shape == self.q.shape[:2] and self.lse.is_contiguous()):
+            raise ValueError(f"lse: must be contiguous, [{num_seqs}, {num_heads}]")
+        if keys.shape != values.shape or keys.stride() != values.stride() or keys.dtype != values.dtype:
+            raise ValueError("values: must be of the shape, strides and dtype of keys")
+        if keys.shape[1] != page_size or keys.shape[3] != head_dim or keys.stride(3) != 1:
+            raise ValueError(f"keys: must be pages of [{page_size}, K, {head_dim}] with dense heads")
+        if num_heads % keys.shape[2]:
+            raise ValueError(f"q: {num_heads} heads are no multiple of {keys.shape[2]} KV heads")
+        if not 1 <= page_size <= MAX_PAGE_SIZE:
+            raise ValueError(f"page_size: must be 1 to {MAX_PAGE_SIZE}, not {page_size}")
+        if len(self.batch.rows) != num_seqs or len(self.batch.key_lens) != num_seqs:
+            raise ValueError(f"rows, key_lens: must be of {num_seqs} sequences, as q is")
+        if self.batch.page_table.stride(1) != 1:
+            raise ValueError("page_table: entries of a row must be dense")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return self.pages.keys.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q.shape[1] // self.num_kv_heads

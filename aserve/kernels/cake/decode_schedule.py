@@ -1,0 +1,124 @@
+"""Which keys of which sequence each program of the decode kernel reads: equal shares, whatever the lengths.
+
+The keys that a sequence's query sees are cut into blocks. A unit of work is one block of one KV head; units stand in
+the order (sequence, KV head, block). Each program takes a run of them, as long as anyone else's or one longer, so the
+grid is bounded and nothing is planned on the host. A pair (sequence, KV head) may be cut by the border of programs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+UNBOUNDED = 2**31 - 1  # a window that no sequence fills
+SEQ_BLOCK = 256  # sequences whose blocks are summed at once
+PROGRAM_BLOCK = 16  # programs whose first sequence is looked for at once
+MIN_UNITS = 2  # blocks that are worth a program of their own
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSchedule:
+    """The shares of P programs in the work of N sequences, int32 on the device."""
+
+    starts: Tensor  # [N + 1] blocks of all sequences before, for one KV head
+    first_seqs: Tensor  # [P] the sequence in which each program begins
+
+    @classmethod
+    def allocate(cls, num_seqs: int, num_programs: int, device: torch.device) -> "DecodeSchedule":
+        """Return room for the shares; ``fill_schedule`` writes them."""
+        starts = torch.empty(num_seqs + 1, dtype=torch.int32, device=device)
+        return cls(starts, torch.empty(num_programs, dtype=torch.int32, device=device))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory taken."""
+        return 4 * (self.starts.numel() + self.first_seqs.numel())
+
+
+def fill_schedule(
+    schedule: DecodeSchedule, key_lens: Tensor, *, window: int | None, num_kv_heads: int, block_len: int
+) -> None:
+    """Enqueue the sharing of work among programs: key_lens [N] int32, each at least 1, read on the device.
+
+    ``window`` keys are seen by a query, itself included, all if it is None; blocks hold ``block_len`` keys.
+    """
+    num_programs = len(schedule.first_seqs)
+    _fill_schedule[(triton.cdiv(num_programs, PROGRAM_BLOCK),)](
+        key_lens,
+        schedule.starts,
+        schedule.first_seqs,
+        len(schedule.starts) - 1,
+        num_programs,
+        UNBOUNDED if window is None else window,
+        NUM_KV_HEADS=num_kv_heads,
+        BLOCK_LEN=block_len,
+        MIN_UNITS=MIN_UNITS,
+        SEQ_BLOCK=SEQ_BLOCK,
+        PROGRAM_BLOCK=PROGRAM_BLOCK,
+    )
+
+
+@triton.jit
+def find_first_unit(program, total, num_programs, MIN_UNITS: tl.constexpr):
+    """Return where the share of ``program`` begins, and ends that of the one before; ``total`` past the last share."""
+    num_active = tl.maximum(tl.minimum(num_programs, total // MIN_UNITS), 1)
+    place = tl.minimum(program, num_active)
+    return place * (total // num_active) + tl.minimum(place, total % num_active)
+
+
+@triton.jit
+def find_owner(unit, total, num_programs, MIN_UNITS: tl.constexpr):
+    """Return the program in whose share ``unit`` is; the inverse of ``find_first_unit``."""
+    num_active = tl.maximum(tl.minimum(num_programs, total // MIN_UNITS), 1)
+    share, num_longer = total // num_active, total % num_active
+    border = num_longer * (share + 1)
+    return tl.where(
+        unit < border, unit // (share + 1), num_longer + tl.maximum(unit - border, 0) // tl.maximum(share, 1)
+    )
+
+
+@triton.jit
+def _count_blocks(key_lens, seqs, num_seqs, window, BLOCK_LEN: tl.constexpr):
+    lens = tl.minimum(tl.load(key_lens + seqs, mask=seqs < num_seqs, other=0), window)
+    # No sequence is without a block, so that no length can make the readers divide by zero.
+    return tl.where(seqs < num_seqs, tl.maximum((lens + (BLOCK_LEN - 1)) // BLOCK_LEN, 1), 0)
+
+
+@triton.jit(do_not_specialize=["key_lens", "starts", "first_seqs", "num_seqs", "num_programs", "window"])
+def _fill_schedule(
+    key_lens,
+    starts,
+    first_seqs,
+    num_seqs,
+    num_programs,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_LEN: tl.constexpr,
+    MIN_UNITS: tl.constexpr,
+    SEQ_BLOCK: tl.constexpr,
+    PROGRAM_BLOCK: tl.constexpr,
+):
+    part = tl.program_id(0)
+    total, base = 0, 0
+    while base < num_seqs:
+        total += tl.sum(_count_blocks(key_lens, base + tl.arange(0, SEQ_BLOCK), num_seqs, window, BLOCK_LEN))
+        base += SEQ_BLOCK
+    programs = part * PROGRAM_BLOCK + tl.arange(0, PROGRAM_BLOCK)
+    units = find_first_unit(programs, total * NUM_KV_HEADS, num_programs, MIN_UNITS)
+    num_before = tl.zeros([PROGRAM_BLOCK], tl.int32)  # sequences that end before each program begins
+    before, base = 0, 0
+    while base < num_seqs:
+        seqs = base + tl.arange(0, SEQ_BLOCK)
+        counts = _count_blocks(key_lens, seqs, num_seqs, window, BLOCK_LEN)
+        ends = before + tl.cumsum(counts, 0)
+        if part == 0:
+            tl.store(starts + seqs + 1, ends, mask=seqs < num_seqs)
+        has_ended = (ends[None, :] * NUM_KV_HEADS <= units[:, None]) & (seqs[None, :] < num_seqs)
+        num_before += tl.sum(has_ended.to(tl.int32), 1)
+        before += tl.sum(counts)
+        base += SEQ_BLOCK
+    if part == 0:
+        tl.store(starts, 0)
+    tl.store(first_seqs + programs, num_before, mask=programs < num_programs)

@@ -1,0 +1,35 @@
+"""The table of paged decode variants: what each serves, and how it is compiled. Fastest first."""
+
+from dataclasses import dataclass
+
+import torch
+
+from aserve.kernels.cake.split_decode import SplitLaunch
+
+HALF, BF16, FP32, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+SAME_16_BIT = ((HALF, HALF), (BF16, BF16))
+ON_8_BIT = ((HALF, FP8), (BF16, FP8))
+ALL_DTYPES = (*SAME_16_BIT, *ON_8_BIT, (FP32, FP32), (FP32, FP8))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeVariant:
+    """One row. Windows, soft-caps, sinks, scales and page sizes are constants or arguments of every kernel here."""
+
+    name: str
+    dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]  # of queries and of keys and values
+    head_dims: range | tuple[int, ...]
+    max_group: int  # query heads of a KV head
+    launch: SplitLaunch | None  # of the split kernel; None is the plain kernel
+    writes_lse: bool = True
+
+
+DECODE_VARIANTS = (
+    DecodeVariant("decode-16-d64", SAME_16_BIT, (64,), 64, SplitLaunch(128, 4, 3, 2)),
+    DecodeVariant("decode-16-d128", SAME_16_BIT, (128,), 64, SplitLaunch(64, 4, 3, 2)),
+    DecodeVariant("decode-16-d256", SAME_16_BIT, (256,), 32, SplitLaunch(32, 4, 3, 2)),
+    DecodeVariant("decode-8-d64", ON_8_BIT, (64,), 64, SplitLaunch(128, 4, 3, 2)),
+    DecodeVariant("decode-8-d128", ON_8_BIT, (128,), 64, SplitLaunch(64, 4, 3, 2)),
+    DecodeVariant("decode-8-d256", ON_8_BIT, (256,), 32, SplitLaunch(32, 4, 3, 2)),
+    DecodeVariant("decode-plain", ALL_DTYPES, range(1, 513), 1024, None),
+)

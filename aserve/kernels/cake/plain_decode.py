@@ -1,0 +1,117 @@
+"""The compatibility kernel: paged decode of any head size, group and dtype, one program for each sequence and head.
+
+It splits nothing and multiplies no matrices, so it is slow for few long sequences; it always works.
+"""
+
+import triton
+import triton.language as tl
+
+from aserve.kernels.cake.decode_call import DecodeCall
+from aserve.kernels.cake.decode_schedule import UNBOUNDED
+from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
+
+BLOCK_LEN = 32
+
+
+def run_plain_decode(call: DecodeCall) -> None:
+    """Enqueue the kernel."""
+    num_seqs, num_heads, head_dim = call.q.shape
+    rules, pages, batch = call.rules, call.pages, call.batch
+    page_stride, token_stride, head_stride, _ = pages.keys.stride()
+    _plain_decode[(num_seqs, num_heads)](
+        call.q,
+        call.out,
+        call.out if call.lse is None else call.lse,
+        pages.keys,
+        pages.values,
+        batch.page_table,
+        batch.rows,
+        batch.key_lens,
+        call.out if rules.sinks is None else rules.sinks,
+        batch.page_table.stride(0),
+        UNBOUNDED if rules.window is None else rules.window,
+        rules.scale * pages.key_scale,
+        rules.softcap or 1.0,
+        pages.value_scale,
+        GROUP=call.group,
+        HEAD_DIM=head_dim,
+        Q_STRIDE=call.q.stride(0),
+        PAGE_STRIDE=page_stride,
+        TOKEN_STRIDE=token_stride,
+        HEAD_STRIDE=head_stride,
+        PAGE_SIZE=batch.page_size,
+        HAS_SOFTCAP=rules.softcap is not None,
+        HAS_SINKS=rules.sinks is not None,
+        WRITES_LSE=call.lse is not None,
+        WIDTH=triton.next_power_of_2(head_dim),
+        BLOCK_LEN=BLOCK_LEN,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["lse", "page_table", "rows", "key_lens", "sinks", "table_stride", "window"])
+def _plain_decode(
+    q,
+    out,
+    lse,
+    keys,
+    values,
+    page_table,
+    rows,
+    key_lens,
+    sinks,
+    table_stride,
+    window,
+    scale,
+    softcap,
+    value_scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    WRITES_LSE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_LEN: tl.constexpr,
+):
+    seq, head = tl.program_id(0), tl.program_id(1)
+    elements = tl.arange(0, WIDTH)
+    is_element = elements < HEAD_DIM
+    query = tl.load(q + seq.to(tl.int64) * Q_STRIDE + head * HEAD_DIM + elements, mask=is_element, other=0.0)
+    query = query.to(tl.float32)
+    key_len = tl.load(key_lens + seq)
+    table_row = page_table + tl.load(rows + seq).to(tl.int64) * table_stride
+    greatest = tl.full([1], float("-inf"), tl.float32)
+    denominator = tl.zeros([1], tl.float32)
+    output = tl.zeros([WIDTH], tl.float32)
+    base = tl.maximum(key_len - window, 0)
+    while base < key_len:
+        positions = base + tl.arange(0, BLOCK_LEN)
+        is_key = positions < key_len
+        pages = tl.load(table_row + positions // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
+        offsets = pages * PAGE_STRIDE + (positions % PAGE_SIZE) * TOKEN_STRIDE + (head // GROUP) * HEAD_STRIDE
+        offsets = offsets[:, None] + elements[None, :]
+        is_inside = is_key[:, None] & is_element[None, :]
+        block_keys = tl.load(keys + offsets, mask=is_inside, other=0.0).to(tl.float32)
+        scores = scale_scores(tl.sum(block_keys * query[None, :], 1), scale, softcap, HAS_SOFTCAP)
+        scores = tl.where(is_key, scores, float("-inf"))
+        new_greatest = tl.maximum(greatest, tl.max(scores, 0))
+        kept = tl.exp2(greatest - new_greatest)
+        weights = tl.exp2(scores - new_greatest)
+        denominator = denominator * kept + tl.sum(weights, 0)
+        block_values = tl.load(values + offsets, mask=is_inside, other=0.0).to(tl.float32)
+        output = output * kept + tl.sum(block_values * weights[:, None], 0)
+        greatest = new_greatest
+        base += BLOCK_LEN
+    place = seq.to(tl.int64) * tl.num_programs(1) + head + tl.zeros([1], tl.int64)
+    if HAS_SINKS:
+        greatest, denominator, kept = add_sinks(greatest, denominator, sinks, head + tl.zeros([1], tl.int32), head >= 0)
+        output *= kept
+    output *= value_scale / denominator
+    tl.store(out + place * HEAD_DIM + elements, output.to(out.dtype.element_ty), mask=is_element)
+    if WRITES_LSE:
+        tl.store(lse + place, (greatest + tl.log2(denominator)) * LN_2)

@@ -1,0 +1,28 @@
+"""The arithmetic that the kernels of the family share; scores and their sums are in base 2."""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def scale_scores(products, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Turn products of queries and keys into scores in base 2, capped if so wished."""
+    scores = products * scale
+    if HAS_SOFTCAP:
+        # tanh by an exponential that cannot overflow
+        shrunk = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / softcap))
+        capped = softcap * (1.0 - shrunk) / (1.0 + shrunk)
+        scores = tl.where(scores < 0.0, -capped, capped)
+    return scores * LOG2_E
+
+
+@triton.jit
+def add_sinks(greatest, total, sinks, heads, is_head):
+    """Let each head's sink join its softmax: return the new greatest score, the new total and the old one's weight."""
+    sink = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
+    joined = tl.maximum(greatest, sink)
+    weight = tl.exp2(greatest - joined)
+    return joined, total * weight + tl.exp2(sink - joined), weight

@@ -1,0 +1,120 @@
+"""How the split decode kernel and its merge are launched, and the memory in between."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aserve.kernels.cake.decode_call import DecodeCall
+from aserve.kernels.cake.decode_schedule import MIN_UNITS, UNBOUNDED, DecodeSchedule
+from aserve.kernels.cake.split_decode_kernels import merge_decode, split_decode
+
+SPLIT_BLOCK = 32  # partial results that the merge reads at once
+MIN_GROUP_TILE = 16  # rows that a matrix product has at least
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLaunch:
+    """How a variant is compiled and launched."""
+
+    block_len: int  # keys of a unit of work
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartialResults:
+    """Two places for each of P programs, float32; rewritten by each layer, so one for all of a stream."""
+
+    outs: Tensor  # [P * 2 * group * D]
+    lses: Tensor  # [P * 2 * group], base 2
+
+    @classmethod
+    def allocate(cls, num_programs: int, group: int, head_dim: int, device: torch.device) -> "PartialResults":
+        """Return room for as many programs with tiles of ``group`` heads."""
+        lses = torch.empty(num_programs * 2 * group, dtype=torch.float32, device=device)
+        return cls(torch.empty(len(lses) * head_dim, dtype=torch.float32, device=device), lses)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory taken."""
+        return 4 * (self.outs.numel() + self.lses.numel())
+
+
+def run_split_decode(call: DecodeCall, launch: SplitLaunch, schedule: DecodeSchedule, partials: PartialResults) -> None:
+    """Enqueue both kernels; ``schedule`` is filled for the call's lengths, window and KV heads and for the launch."""
+    num_seqs, num_heads, head_dim = call.q.shape
+    num_programs, group = len(schedule.first_seqs), call.group
+    if len(partials.lses) < num_programs * 2 * group or len(partials.outs) < num_programs * 2 * group * head_dim:
+        raise ValueError(f"partials: too small for {num_programs} programs of {group} heads of {head_dim}")
+    rules, pages, batch = call.rules, call.pages, call.batch
+    lse = partials.lses if call.lse is None else call.lse
+    sinks = partials.lses if rules.sinks is None else rules.sinks
+    page_stride, token_stride, head_stride, _ = pages.keys.stride()
+    split_decode[(num_programs,)](
+        call.q,
+        call.out,
+        lse,
+        pages.keys,
+        pages.values,
+        batch.page_table,
+        batch.rows,
+        batch.key_lens,
+        schedule.starts,
+        schedule.first_seqs,
+        partials.outs,
+        partials.lses,
+        sinks,
+        batch.page_table.stride(0),
+        num_seqs,
+        UNBOUNDED if rules.window is None else rules.window,
+        rules.scale * pages.key_scale,
+        rules.softcap or 1.0,
+        pages.value_scale,
+        NUM_KV_HEADS=call.num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        Q_STRIDE=call.q.stride(0),
+        PAGE_STRIDE=page_stride,
+        TOKEN_STRIDE=token_stride,
+        HEAD_STRIDE=head_stride,
+        PAGE_SIZE=batch.page_size,
+        HAS_SOFTCAP=rules.softcap is not None,
+        HAS_SINKS=rules.sinks is not None,
+        WRITES_LSE=call.lse is not None,
+        GROUP_TILE=max(MIN_GROUP_TILE, triton.next_power_of_2(group)),
+        BLOCK_LEN=launch.block_len,
+        MIN_UNITS=MIN_UNITS,
+        FACTOR=_factor_dtype(call.q.dtype),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    merge_decode[(num_seqs, num_heads)](
+        call.out,
+        lse,
+        schedule.starts,
+        partials.outs,
+        partials.lses,
+        sinks,
+        num_seqs,
+        num_programs,
+        pages.value_scale,
+        NUM_KV_HEADS=call.num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        HAS_SINKS=rules.sinks is not None,
+        WRITES_LSE=call.lse is not None,
+        SPLIT_BLOCK=SPLIT_BLOCK,
+        MIN_UNITS=MIN_UNITS,
+        num_warps=4,
+    )
+
+
+def _factor_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Return the dtype of the factors of matrix products; Triton's interpreter multiplies no bfloat16."""
+    if triton.knobs.runtime.interpret:
+        return tl.float32
+    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]

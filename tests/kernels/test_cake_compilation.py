@@ -1,0 +1,60 @@
+"""What the compiler makes of the cake family for a Hopper GPU, for which none is needed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aserve.kernels.cake.decode_variants import DECODE_VARIANTS
+
+SHARED_BYTES_OF_AN_SM = 227 << 10  # of compute capability 9.0, by NVIDIA's programming guide
+RESERVED_BYTES = 1 << 10  # for each thread block
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    script = Path(__file__).with_name("hopper_compile_cake.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, cwd=Path.cwd(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_variant_compiles_into_its_kernels(reports: list[dict[str, Any]]) -> None:
+    for variant in DECODE_VARIANTS:
+        names = {report["kernel"] for report in reports if report["variant"] == variant.name}
+        split = {"_fill_schedule", "split_decode", "merge_decode"}
+        assert names == ({"_plain_decode"} if variant.launch is None else split)
+
+
+def test_keys_and_values_are_copied_sixteen_bytes_at_a_time_ahead_of_their_use(reports: list[dict[str, Any]]) -> None:
+    """In hexadecimal; other copies are entries of the page table, or rows of 8 bits that a thread gets less of."""
+    for report in reports:
+        if report["kernel"] != "split_decode":
+            continue
+        assert report["products"], "on tensor cores"
+        assert report["copies"].count("10") >= 8, report
+
+
+def test_as_many_programs_run_at_once_as_are_launched(reports: list[dict[str, Any]]) -> None:
+    launches = {variant.name: variant.launch for variant in DECODE_VARIANTS}
+    for report in reports:
+        if (launch := launches[report["variant"]]) is not None:
+            taken = launch.programs_per_sm * (report["shared_bytes"] + RESERVED_BYTES)
+            assert taken <= SHARED_BYTES_OF_AN_SM, report
+
+
+def test_another_step_compiles_nothing(reports: list[dict[str, Any]]) -> None:
+    """The first step of a form does: 16 sequences; then 1 and 5, with tables of other widths and alignments."""
+    counts: dict[tuple[str, str], list[bool]] = {}
+    for report in reports:
+        counts.setdefault((report["variant"], report["kernel"]), []).append(report["is_new"])
+    for news in counts.values():
+        for first in range(0, len(news), 3):
+            assert not any(news[first + 1 : first + 3])

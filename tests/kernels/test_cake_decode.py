@@ -1,0 +1,210 @@
+"""The cake family's paged decode against dense attention in float64: on a GPU, or on the CPU under the interpreter."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from doubles_attention import PagedCase, dense_attention, make_case, make_spec
+from torch import Tensor
+
+from aserve.attention.base import AttentionSpec
+from aserve.kernels.cake.decode_call import DecodeBatch, DecodeCall, KVPages, ScoreRules
+from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
+from aserve.kernels.cake.plain_decode import run_plain_decode
+from aserve.kernels.cake.split_decode import PartialResults, SplitLaunch, run_split_decode
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAUNCH = SplitLaunch(block_len=16, num_warps=4, num_stages=2, programs_per_sm=1)
+NUM_PROGRAMS = 7
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def make_call(case: PagedCase, spec: AttentionSpec, *, has_lse: bool = True) -> DecodeCall:
+    batch, pool = case.batch, case.layer_kv
+    rows = torch.arange(len(batch.key_lens), dtype=torch.int32, device=DEVICE)
+    lse = torch.full(case.q.shape[:2], torch.nan, device=DEVICE) if has_lse else None
+    return DecodeCall(
+        q=case.q,
+        out=torch.full_like(case.q, torch.nan),
+        lse=lse,
+        pages=KVPages(pool.key, pool.value, pool.key_scale, pool.value_scale),
+        batch=DecodeBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size),
+        rules=ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks),
+    )
+
+
+def run_split(call: DecodeCall, num_programs: int = NUM_PROGRAMS, launch: SplitLaunch = LAUNCH) -> None:
+    """With NaN in what programs leave each other."""
+    call.check()
+    schedule = DecodeSchedule.allocate(len(call.q), num_programs, call.q.device)
+    partials = PartialResults.allocate(num_programs, call.group, call.q.shape[2], call.q.device)
+    partials.outs.fill_(torch.nan)
+    partials.lses.fill_(torch.nan)
+    fill_schedule(
+        schedule,
+        call.batch.key_lens,
+        window=call.rules.window,
+        num_kv_heads=call.num_kv_heads,
+        block_len=launch.block_len,
+    )
+    run_split_decode(call, launch, schedule, partials)
+
+
+def run_plain(call: DecodeCall) -> None:
+    call.check()
+    run_plain_decode(call)
+
+
+RUNS = {"split": run_split, "plain": run_plain}
+
+
+def check(call: DecodeCall, case: PagedCase, spec: AttentionSpec) -> None:
+    expected, expected_lse = dense_attention(case, spec)
+    tolerance = TOLERANCES[case.q.dtype]
+    torch.testing.assert_close(call.out.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    if call.lse is not None:
+        lse_tolerance = min(tolerance, 1e-3) if case.q.dtype != torch.float32 else 1e-5
+        torch.testing.assert_close(call.lse.double().cpu(), expected_lse, rtol=lse_tolerance, atol=lse_tolerance)
+
+
+def decodes(spec: AttentionSpec, key_lens: list[int], **options: Any) -> PagedCase:
+    return make_case(spec, [1] * len(key_lens), key_lens, len(key_lens), device=DEVICE, **options)
+
+
+@pytest.fixture(params=RUNS)
+def run(request: pytest.FixtureRequest) -> Any:
+    return RUNS[request.param]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_ragged_lengths_at_the_edges_of_blocks(dtype: torch.dtype, run: Any) -> None:
+    spec = make_spec(3, 1, 64)
+    case = decodes(spec, [1, 15, 16, 17, 90, 33], dtype=dtype)
+    call = make_call(case, spec)
+    run(call)
+    check(call, case, spec)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
+def test_page_sizes(page_size: int, run: Any) -> None:
+    spec = make_spec(2, 1, 64)
+    case = decodes(spec, [40, 1, 70], page_size=page_size)
+    call = make_call(case, spec)
+    run(call)
+    check(call, case, spec)
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (3, 256), (8, 128), (17, 64)])
+def test_groups_and_head_sizes(group: int, head_dim: int, run: Any) -> None:
+    spec = make_spec(group, 1, head_dim)
+    case = decodes(spec, [35, 16])
+    call = make_call(case, spec)
+    run(call)
+    check(call, case, spec)
+
+
+SINKS = torch.tensor([-1.0, 0.5, 3.0, 40.0], device=DEVICE)
+RULES: list[dict[str, Any]] = [
+    {"sliding_window": 1},
+    {"sliding_window": 16},
+    {"sliding_window": 21},
+    {"softcap": 0.5},
+    {"sinks": SINKS},
+    {"sliding_window": 37, "softcap": 2.0, "sinks": SINKS},
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=lambda rules: "-".join(rules))
+def test_windows_caps_and_sinks(rules: dict[str, Any], run: Any) -> None:
+    spec = make_spec(4, 2, 64, **rules)
+    case = decodes(spec, [1, 60, 37])
+    call = make_call(case, spec, has_lse="softcap" not in rules)
+    run(call)
+    check(call, case, spec)
+
+
+def test_8_bit_pages(run: Any) -> None:
+    spec = make_spec(2, 1, 64)
+    for scales in ((1.0, 1.0), (0.25, 0.5)):
+        case = decodes(spec, [16, 32, 5, 47], dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, scales=scales)
+        call = make_call(case, spec)
+        run(call)
+        check(call, case, spec)
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 5, 16, 40])
+def test_any_number_of_programs_gives_the_same(num_programs: int) -> None:
+    """From all in one to one for each two blocks; a pair cut into more parts than the merge reads at once."""
+    spec = make_spec(1, 1, 64)
+    case = decodes(spec, [1060, 1, 30] if num_programs == 40 else [150, 1, 30])
+    call = make_call(case, spec)
+    run_split(call, num_programs)
+    check(call, case, spec)
+
+
+def test_twice_the_same_is_bitwise_the_same() -> None:
+    spec = make_spec(4, 2, 64)
+    case = decodes(spec, [100, 3, 47], dtype=torch.bfloat16)
+    results: list[Tensor] = []
+    for _ in range(2):
+        call = make_call(case, spec)
+        run_split(call)
+        results.append(call.out)
+    assert torch.equal(*results)
+
+
+def test_rows_of_the_table_and_queries_may_stand_anywhere(run: Any) -> None:
+    spec = make_spec(4, 2, 64)
+    case = decodes(spec, [40, 9, 17])
+    call = make_call(case, spec)
+    wide = torch.full((3, 8, 64), torch.nan, device=DEVICE)
+    wide[:, :4] = case.q
+    table = torch.full((9, 5), 10**6, dtype=torch.int32, device=DEVICE)
+    rows = torch.tensor([7, 2, 5], dtype=torch.int32, device=DEVICE)
+    table[rows.long(), 1 : 1 + case.batch.page_table.shape[1]] = case.batch.page_table
+    batch = dataclasses.replace(call.batch, page_table=table[:, 1:], rows=rows)
+    call = dataclasses.replace(call, q=wide[:, :4], batch=batch)
+    run(call)
+    check(call, case, spec)
+
+
+def test_pages_with_heads_before_tokens(run: Any) -> None:
+    spec = make_spec(4, 2, 64)
+    case = decodes(spec, [40, 9, 17])
+    call = make_call(case, spec)
+    keys, values = (
+        pages.transpose(1, 2).contiguous().transpose(1, 2) for pages in (call.pages.keys, call.pages.values)
+    )
+    call = dataclasses.replace(call, pages=KVPages(keys, values))
+    run(call)
+    check(call, case, spec)
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(72, 5), (80, 1), (512, 2)])
+def test_the_plain_kernel_takes_any_head_size(head_dim: int, group: int) -> None:
+    spec = make_spec(group, 1, head_dim, sinks=torch.zeros(group, device=DEVICE), softcap=1.0)
+    case = decodes(spec, [33, 1])
+    call = make_call(case, spec)
+    run_plain(call)
+    check(call, case, spec)
+
+
+def test_what_no_kernel_serves_is_refused_by_name() -> None:
+    spec = make_spec(4, 2, 64)
+    call = make_call(decodes(spec, [40, 9]), spec)
+    pages, batch = call.pages, call.batch
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"q": call.q.transpose(1, 2).contiguous().transpose(1, 2)}, "q: heads of a token"),
+        ({"q": call.q[:, :3].contiguous(), "out": call.out[:, :3].contiguous(), "lse": None}, "q: 3 heads"),
+        ({"out": call.out.half()}, "out: "),
+        ({"lse": torch.zeros(2, 3)}, "lse: "),
+        ({"pages": KVPages(pages.keys, pages.values.half())}, "values: "),
+        ({"pages": KVPages(pages.keys[..., :32], pages.values[..., :32])}, "keys: "),
+        ({"batch": dataclasses.replace(batch, page_size=8)}, "keys: must be pages of "),
+        ({"batch": dataclasses.replace(batch, rows=batch.rows[:1])}, "rows, key_lens: "),
+        ({"batch": dataclasses.replace(batch, page_table=batch.page_table.T)}, "page_table: "),
+    ]
+    for change, words in changes:
+        with pytest.raises(ValueError, match=words.replace("[", r"\[")):
+            dataclasses.replace(call, **change).check()

@@ -1,0 +1,43 @@
+"""The shares of programs, against shares dealt out in Python."""
+
+import pytest
+import torch
+
+from aserve.kernels.cake.decode_schedule import MIN_UNITS, DecodeSchedule, fill_schedule
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def blocks_of(key_lens: list[int], window: int | None, block_len: int) -> list[int]:
+    seen = [min(key_len, window or key_len) for key_len in key_lens]
+    return [-(-count // block_len) for count in seen]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("num_programs", [1, 5, 40])
+@pytest.mark.parametrize(
+    "key_lens",
+    [[1], [300], [16, 32, 48], [1, 15, 16, 17, 31, 33], [5000, 1, 1, 1], [(i * 37) % 90 + 1 for i in range(600)]],
+    ids=["one key", "one sequence", "full blocks", "edges", "ragged", "many"],
+)
+def test_shares_are_equal_and_begin_in_the_right_sequence(
+    key_lens: list[int], num_programs: int, window: int | None
+) -> None:
+    num_kv_heads, block_len = 2, 16
+    schedule = DecodeSchedule.allocate(len(key_lens), num_programs, torch.device(DEVICE))
+    schedule.starts.fill_(-77)
+    schedule.first_seqs.fill_(-77)
+    lens = torch.tensor(key_lens, dtype=torch.int32, device=DEVICE)
+    fill_schedule(schedule, lens, window=window, num_kv_heads=num_kv_heads, block_len=block_len)
+    counts = blocks_of(key_lens, window, block_len)
+    assert schedule.starts.tolist() == [sum(counts[:i]) for i in range(len(counts) + 1)]
+    owners = [seq for seq, count in enumerate(counts) for _ in range(count * num_kv_heads)]  # of each unit
+    num_active = max(min(num_programs, len(owners) // MIN_UNITS), 1)
+    share, num_longer = divmod(len(owners), num_active)
+    first_seqs, unit = [], 0
+    for program in range(num_active):
+        first_seqs.append(owners[unit])
+        unit += share + (program < num_longer)
+    assert unit == len(owners)
+    assert schedule.first_seqs.tolist()[:num_active] == first_seqs
+    assert schedule.num_bytes == 4 * (len(key_lens) + 1 + num_programs)

@@ -1,0 +1,90 @@
+"""Which decode variant serves what, and why others do not."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
+from aserve.kernels.cake.select_decode import DecodeProblem, refuse_decode, select_decode
+
+HALF, BF16, FP32, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+USUAL = DecodeProblem(BF16, BF16, 128, 4, (9, 0))
+
+CHOICES: list[tuple[dict[str, Any], str | None]] = [
+    ({}, "decode-16-d128"),
+    ({"return_lse": True}, "decode-16-d128"),
+    ({"dtype": HALF, "kv_dtype": HALF, "head_dim": 64}, "decode-16-d64"),
+    ({"head_dim": 256, "group": 32}, "decode-16-d256"),
+    ({"head_dim": 256, "group": 33}, "decode-plain"),
+    ({"group": 64}, "decode-16-d128"),
+    ({"group": 65}, "decode-plain"),
+    ({"head_dim": 80}, "decode-plain"),
+    ({"head_dim": 512}, "decode-plain"),
+    ({"head_dim": 513}, None),
+    ({"dtype": FP32, "kv_dtype": FP32}, "decode-plain"),
+    ({"kv_dtype": HALF}, None),
+    ({"kv_dtype": FP8}, "decode-8-d128"),
+    ({"kv_dtype": FP8, "head_dim": 64}, "decode-8-d64"),
+    ({"kv_dtype": FP8, "head_dim": 256}, "decode-8-d256"),
+    ({"kv_dtype": FP8, "capability": (8, 9)}, "decode-8-d128"),
+    ({"kv_dtype": FP8, "capability": (8, 0)}, None),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), CHOICES)
+def test_choices(change: dict[str, Any], expected: str | None) -> None:
+    choice = select_decode(dataclasses.replace(USUAL, **change))
+    assert (choice.variant and choice.variant.name) == expected
+    names = [variant.name for variant in DECODE_VARIANTS]
+    skipped = names if expected is None else names[: names.index(expected)]
+    assert list(choice.refusals) == skipped, "a reason for each row that was passed over"
+
+
+REASONS: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": FP32, "kv_dtype": FP32}, "it does not read float32 with queries in float32"),
+    ({"head_dim": 80}, "it knows head_dim 128, not 80"),
+    ({"group": 65}, "it serves up to 64 heads per KV head, not 65"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), REASONS)
+def test_reasons(change: dict[str, Any], reason: str) -> None:
+    assert select_decode(dataclasses.replace(USUAL, **change)).refusals["decode-16-d128"] == reason
+
+
+def test_reasons_of_the_compatibility_kernel() -> None:
+    plain = DECODE_VARIANTS[-1]
+    wide = dataclasses.replace(USUAL, head_dim=513)
+    assert refuse_decode(plain, wide) == "it knows head_dim 1 to 512, not 513"
+    old = dataclasses.replace(USUAL, kv_dtype=FP8, capability=(8, 0))
+    assert refuse_decode(plain, old) == "float8_e4m3fn needs a GPU of compute capability 8.9 or more, not 8.0"
+
+
+def test_a_row_that_writes_no_lse_is_passed_over_where_one_is_wanted() -> None:
+    silent = DecodeVariant("silent", ((BF16, BF16),), (128,), 8, None, writes_lse=False)
+    rows = (silent, *DECODE_VARIANTS)
+    assert select_decode(USUAL, rows).variant is silent
+    choice = select_decode(dataclasses.replace(USUAL, return_lse=True), rows)
+    assert choice.variant is not None
+    assert choice.variant.name == "decode-16-d128", "the next with the same flags"
+    assert choice.refusals["silent"] == "it leaves no log-sum-exp"
+    alone = select_decode(dataclasses.replace(USUAL, return_lse=True), (silent, DECODE_VARIANTS[-1]))
+    assert alone.variant is DECODE_VARIANTS[-1], "or the compatibility kernel"
+
+
+def test_the_compatibility_kernel_serves_whatever_any_row_serves() -> None:
+    plain, others = DECODE_VARIANTS[-1], DECODE_VARIANTS[:-1]
+    assert plain.writes_lse
+    for row, return_lse in itertools.product(others, (False, True)):
+        for (dtype, kv_dtype), head_dim, group in itertools.product(row.dtypes, row.head_dims, (1, row.max_group)):
+            problem = DecodeProblem(dtype, kv_dtype, head_dim, group, (9, 0), return_lse)
+            assert refuse_decode(row, problem) is None
+            assert refuse_decode(plain, problem) is None
+
+
+def test_names_are_unique() -> None:
+    names = [variant.name for variant in DECODE_VARIANTS]
+    assert len(set(names)) == len(names)
