@@ -17,6 +17,11 @@ def flash_infer_refusal() -> str | None:
     return _missing("flashinfer", "flashinfer-python") or _missing("triton", "triton") or _no_gpu()
 
 
+def triton_refusal() -> str | None:
+    """Say what this project's own kernels lack here."""
+    return _missing("triton", "triton") or _no_gpu()
+
+
 def flash_attention_refusal() -> str | None:
     """Say so if no flavour of flash-attn is there."""
     if any(has_flash_attention(flavour) for flavour in FLASH_ATTENTION):

@@ -25,6 +25,7 @@ BACKENDS: Registry[type[AttentionBackend]] = Registry(
             "aserve.attention.flash_attention_backend:FlashAttentionBackend", installed.flash_attention_refusal
         ),
         "trtllm": Entry("aserve.attention.trtllm_backend:TrtllmBackend", installed.flash_infer_refusal),
+        "cake": Entry("aserve.attention.cake_backend:CakeBackend", installed.triton_refusal),
     },
 )
 

@@ -10,7 +10,9 @@ from doubles_attention import CapturedCase, PagedCase, dense_attention, make_cas
 from doubles_attention_gpu import CapturedRun, build, check, has_lse, run_eagerly, settings_here
 
 from aserve.attention.base import AttentionSpec, CaptureShape, StepLens
+from aserve.attention.cake_backend import CakeBackend
 from aserve.attention.flash_infer_backend import FlashInferBackend
+from aserve.attention.hybrid import HybridBackend
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -227,6 +229,38 @@ def test_half_precision() -> None:
     spec = make_spec(32, 8, 128)
     case = make_case(spec, [1, 1, 60], [500, 17, 300], 2, dtype=torch.float16, device="cuda")
     run_eagerly("fi", case, spec)
+
+
+CAKE_OPTIONS: list[dict[str, Any]] = [{}, {"sliding_window": 100}, {"softcap": 5.0}]
+
+
+@pytest.mark.parametrize("option", CAKE_OPTIONS, ids=["sinks", "sinks and window", "sinks and cap"])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(64, 64), (32, 128), (8, 256), (40, 80)])
+def test_sinks_of_cake(num_heads: int, head_dim: int, option: dict[str, Any]) -> None:
+    sinks = torch.linspace(-4, 8, num_heads, device="cuda")
+    spec = make_spec(num_heads, 8, head_dim, sinks=sinks, **option)
+    run_eagerly("torch,cake", make_case(spec, [1] * 5, LENS, 5, dtype=BF16, device="cuda"), spec)
+
+
+def test_cake_over_what_others_left_in_its_workspace() -> None:
+    """Bitwise the same twice; batches that are all full blocks, all tails, and both."""
+    spec = make_spec(32, 8, 128)
+    for options in ({}, FP8):
+        for key_lens in ([64, 128, 4096, 1024], [1, 63, 65, 4095], [64, 1, 4096, 77]):
+            case = make_case(spec, [1] * 4, key_lens, 4, dtype=BF16, device="cuda", **options)
+            pair = build("torch,cake", case, spec)
+            assert isinstance(pair, HybridBackend)
+            backend = pair._decode
+            assert isinstance(backend, CakeBackend)
+            outputs = []
+            for dirt in (torch.nan, torch.inf):
+                backend._partials.outs.fill_(dirt)
+                backend._partials.lses.fill_(dirt)
+                plan = backend.plan(case.batch)
+                output, lse = backend.forward(case.q, case.layer_kv, plan, spec, return_lse=True)
+                check(output, lse, case, spec, backend)
+                outputs.append(output)
+            assert torch.equal(*outputs)
 
 
 @pytest.mark.alone

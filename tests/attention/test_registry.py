@@ -254,6 +254,20 @@ def test_what_flash_attention_4_cannot_do_on_hopper(monkeypatch: pytest.MonkeyPa
         resolve_backend("trtllm", on_gpu((9, 0)), CPU)
 
 
+def test_cake_is_the_half_of_a_pair_that_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {
+        "torch": Entry("aserve.attention.torch_backend:TorchBackend"),
+        "cake": Entry("aserve.attention.cake_backend:CakeBackend"),
+    }
+    monkeypatch.setattr(registry, "BACKENDS", Registry("attention backend", entries))
+    assert resolve_backend("torch,cake", on_gpu((9, 0)), CPU).name == "torch,cake"
+    with pytest.raises(ConfigError, match=r"'cake' cannot serve prefill here: .*decodes only.*'fi,cake'"):
+        resolve_backend("cake", on_gpu((9, 0)), CPU)
+    with pytest.raises(ConfigError, match=r"'cake' cannot serve this model: it has kernels for decodes only"):
+        resolve_backend("cake,torch", on_gpu((9, 0)), CPU)
+    assert all("cake" not in setting.split(",") for settings in registry.PREFERENCES.values() for setting in settings)
+
+
 HOPPER_ENTRIES = {
     "fi": Entry("aserve.attention.flash_infer_backend:FlashInferBackend"),
     "fa": Entry("aserve.attention.flash_attention_backend:FlashAttentionBackend"),
