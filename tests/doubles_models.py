@@ -47,6 +47,11 @@ class PagedSequence:
     @torch.inference_mode()
     def step(self, token_ids: Sequence[int]) -> Tensor:
         """Compute the next tokens; return their logits [T, V]."""
+        return self._model.compute_logits(self.hidden(token_ids))
+
+    @torch.inference_mode()
+    def hidden(self, token_ids: Sequence[int]) -> Tensor:
+        """Compute the next tokens; return what the layers make of them, ahead of the last norm [T, E]."""
         positions = torch.arange(self._num_computed, self._num_computed + len(token_ids))
         self._num_computed += len(token_ids)
         batch = AttentionBatch(
@@ -61,7 +66,7 @@ class PagedSequence:
         slot_mapping = self._pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
         plan = self._backend.plan(batch)
         context = ForwardContext(positions, slot_mapping, self._backend, plan, self._kv, Operators())
-        return self._model.compute_logits(self._model.forward(torch.tensor(token_ids), context))
+        return self._model.forward(torch.tensor(token_ids), context)
 
 
 def read_demo_in_transformers(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -1,5 +1,6 @@
 """What the operators should compute, in float64 and written anew; and what they take."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -74,6 +75,12 @@ def silu_mul64(gate_up: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
+def gelu_mul64(gate_up: Tensor) -> Tensor:
+    """The same with GELU's tanh approximation (Hendrycks and Gimpel 2016, section 2)."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+
+
 @dataclass(frozen=True)
 class RopeCase:
     """A call of ``rope_store`` on poisoned pages; ``is_head_major`` keeps the heads of a page before its slots."""
@@ -89,13 +96,14 @@ class RopeCase:
     num_slots: int = 192
     max_position: int = 50
     scales: tuple[float, float] = (1.0, 1.0)
+    gain_dtype: torch.dtype | None = None  # of the norms; None: dtype
 
     def make(self) -> tuple[Tensor, HeadNorms | None, Tensor, Tensor, KVTarget]:
         """Draw (qkv, norms, cos_sin, positions, target)."""
         head_dim, options = self.heads.head_dim, {"device": self.device}
         width = (self.heads.num_heads + 2 * self.heads.num_kv_heads) * head_dim
         qkv = torch.randn(self.num_tokens, width, **options).to(self.dtype)
-        gains = torch.randn(2, head_dim, **options).to(self.dtype)
+        gains = torch.randn(2, head_dim, **options).to(self.gain_dtype or self.dtype)
         angles = torch.rand(self.max_position, head_dim // 2, **options) * 6.3
         return (
             qkv,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from aserve.kernels.cpu.bindings import CpuKernels, Functions, cpu_kernels
+from aserve.kernels.cpu.bindings import CpuKernels, Function, Functions, cpu_kernels
 from aserve.kernels.operators import KVTarget, Operators
 
 BRIEF_VALUES = 1 << 16  # up to here a call takes some 20 us, for which the interpreter lock is not given away
@@ -28,12 +28,14 @@ class CpuOperators(Operators):
         return self._norm(x, residual, weight, x, eps), residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        if not (gate_up.dtype == torch.float32 and gate_up.is_contiguous()):
+        if not _can_gate(gate_up):
             return super().silu_mul(gate_up)
-        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        result = torch.empty(num_rows, width)
-        self._functions(gate_up).silu_mul(self._kernels.pool(), gate_up.data_ptr(), result.data_ptr(), num_rows, width)
-        return result
+        return self._gate(self._functions(gate_up).silu_mul, gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        if not _can_gate(gate_up):
+            return super().gelu_mul(gate_up)
+        return self._gate(self._functions(gate_up).gelu_mul, gate_up)
 
     def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         is_float32 = q.dtype == k.dtype == cos_sin.dtype == torch.float32
@@ -74,6 +76,12 @@ class CpuOperators(Operators):
             num_kv_heads * head_dim,
         )
 
+    def _gate(self, function: Function, gate_up: Tensor) -> Tensor:
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        result = torch.empty(num_rows, width)
+        function(self._kernels.pool(), gate_up.data_ptr(), result.data_ptr(), num_rows, width)
+        return result
+
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, result: Tensor, eps: float) -> Tensor:
         width = x.shape[-1]
         self._functions(x).rms_norm(
@@ -90,6 +98,10 @@ class CpuOperators(Operators):
 
     def _functions(self, x: Tensor) -> Functions:
         return self._kernels.brief if x.numel() <= BRIEF_VALUES else self._kernels.long
+
+
+def _can_gate(gate_up: Tensor) -> bool:
+    return gate_up.dtype == torch.float32 and gate_up.is_contiguous()
 
 
 def _has_dense_heads(x: Tensor) -> bool:

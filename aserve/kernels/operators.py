@@ -5,11 +5,13 @@ never ask which. The compositions (``add_norm_linear`` and those after it) are t
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+Activation = Literal["silu", "gelu_tanh"]  # of the gate; GELU in its tanh approximation
 
 
 class Projection(Protocol):
@@ -38,7 +40,7 @@ class HeadLayout:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMS norms over the channels of each query and key head, [D] each."""
+    """RMS norms over the channels of each query and key head, [D] each, of one dtype; see ``Operators.rms_norm``."""
 
     query: Tensor
     key: Tensor
@@ -64,10 +66,13 @@ class Operators:
     """Reference implementation for any device and dtype; norms accumulate in float32."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x / rms(x) * weight over the last dimension."""
+        """Return x / rms(x) * weight over the last dimension, in x's dtype.
+
+        A weight of x's dtype is multiplied with the rounded norm; one in float32 before the only rounding.
+        """
         x32 = x.float()
         x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-        return weight * x32.to(x.dtype)
+        return weight * x32.to(x.dtype) if weight.dtype == x.dtype else (x32 * weight).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return ``(rms_norm(x + residual), x + residual)``; may reuse the inputs' memory."""
@@ -78,6 +83,11 @@ class Operators:
         """Return silu(gate) * up for gate_up [T, 2 * I] with the gate first; result [T, I]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """Return gelu(gate) * up with GELU's tanh approximation; shapes as of ``silu_mul``."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
 
     def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate q [T, H, D] and k [T, K, D]; cos_sin [max positions, D] float32, cosines in its first half.
@@ -110,11 +120,17 @@ class Operators:
         return self.linear(normed, linear), residual
 
     def add_norm_gate_up(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, linear: Projection
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        linear: Projection,
+        activation: Activation = "silu",
     ) -> tuple[Tensor, Tensor]:
-        """Return ``(silu_mul(linear(rms_norm(x + residual))), x + residual)``."""
+        """Return ``(silu_mul(linear(rms_norm(x + residual))), x + residual)``, or the same with ``gelu_mul``."""
         gate_up, residual = self.add_norm_linear(x, residual, weight, eps, linear)
-        return self.silu_mul(gate_up), residual
+        return self.silu_mul(gate_up) if activation == "silu" else self.gelu_mul(gate_up), residual
 
     def norm_logits(
         self, x: Tensor, weight: Tensor, eps: float, linear: Projection, *, out: Tensor | None = None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from aserve.errors import ConfigError
+from aserve.kernels.operators import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +16,17 @@ class Architecture:
     gguf_name: str | None = None  # "general.architecture" of its GGUF files
     has_qkv_bias: bool = False  # always; others follow "attention_bias", which also covers the output projection
     has_qk_norm: bool = False
-    window: Literal["none", "all", "by_layer"] = "none"  # layers that the field "sliding_window" is about
+    window: Literal["none", "all", "by_layer", "by_pattern"] = "none"  # layers that "sliding_window" is about
+    activation: Activation = "silu"
+    has_sandwich_norms: bool = False  # norms behind attention and feed-forward as well as before
+    has_unit_offset_norms: bool = False  # the checkpoint keeps a norm's weight less 1
+    scales_embeddings: bool = False  # by the square root of hidden_size
     has_merged_projections: bool = False  # the checkpoint holds qkv_proj and gate_up_proj instead of their parts
     may_rotate_partly: bool = False  # heeds "partial_rotary_factor"
     defaults: Mapping[str, Any] = field(
         default_factory=dict
     )  # fields of config.json that may be absent, as transformers
+    refused: tuple[str, ...] = ()  # fields of config.json that must be off
     has_permuted_gguf: bool = False  # its GGUF files hold query and key rows for the interleaved rotary style
 
 
@@ -36,6 +42,24 @@ ARCHITECTURES: dict[str, Architecture] = {
         has_merged_projections=True,
         may_rotate_partly=True,
         defaults={"sliding_window": None, "rms_norm_eps": 1e-5},
+    ),
+    "Gemma2ForCausalLM": Architecture(
+        "gemma2",
+        window="by_pattern",
+        activation="gelu_tanh",
+        has_sandwich_norms=True,
+        has_unit_offset_norms=True,
+        scales_embeddings=True,
+        defaults={
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
+        refused=("use_bidirectional_attention",),
     ),
 }
 

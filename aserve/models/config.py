@@ -6,10 +6,13 @@ from typing import Any
 
 from aserve.errors import ConfigError
 from aserve.gguf_header import GgufTensor
+from aserve.kernels.operators import Activation
 from aserve.layers.rotary import RopeConfig
 from aserve.models.architectures import Architecture, find_architecture, find_gguf_architecture
 from aserve.models.fields import Fields
 from aserve.models.rope_fields import rope_from_gguf, rope_from_hf, scaled_context_len
+
+ACTIVATIONS: dict[Activation, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,13 @@ class DecoderConfig:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     has_merged_projections: bool = False  # of the checkpoint's tensors; the model merges them anyway
+    has_sandwich_norms: bool = False  # norms behind attention and feed-forward as well as before
+    has_unit_offset_norms: bool = False  # the checkpoint keeps a norm's weight less 1
+    scales_embeddings: bool = False  # by the square root of hidden_size
+    activation: Activation = "silu"
+    attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
+    attention_softcap: float | None = None  # of scores
+    logits_softcap: float | None = None
     is_head_tied: bool = False
 
     def __post_init__(self) -> None:
@@ -53,6 +63,7 @@ class DecoderConfig:
         name, architecture = find_architecture(config.get("architectures") or [], model_type)
         config = {**architecture.defaults, **config}
         fields = Fields(config)
+        _check_for(architecture, fields)
         hidden_size, num_heads = fields.require_size("hidden_size"), fields.require_size("num_attention_heads")
         num_layers = fields.require_size("num_hidden_layers")
         head_dim = fields.get_size("head_dim") or _split(hidden_size, num_heads)
@@ -61,6 +72,7 @@ class DecoderConfig:
         if rope.partial_rotary_factor != 1.0 and not architecture.may_rotate_partly:
             raise ConfigError(f"unsupported: partial_rotary_factor is {rope.partial_rotary_factor}")
         has_bias = fields.get("attention_bias", bool, False)
+        query_scalar = fields.get_positive("query_pre_attn_scalar")
         return cls(
             architecture=name,
             vocab_size=fields.require_size("vocab_size"),
@@ -79,6 +91,13 @@ class DecoderConfig:
             has_mlp_bias=fields.get("mlp_bias", bool, False),
             has_qk_norm=architecture.has_qk_norm,
             has_merged_projections=architecture.has_merged_projections,
+            has_sandwich_norms=architecture.has_sandwich_norms,
+            has_unit_offset_norms=architecture.has_unit_offset_norms,
+            scales_embeddings=architecture.scales_embeddings,
+            activation=architecture.activation,
+            attention_scale=None if query_scalar is None else query_scalar**-0.5,
+            attention_softcap=fields.get_positive("attn_logit_softcapping"),
+            logits_softcap=fields.get_positive("final_logit_softcapping"),
             is_head_tied=fields.get("tie_word_embeddings", bool, False),
         )
 
@@ -127,8 +146,16 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.refuse("quantization_config", "quantised checkpoint")
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         fields.refuse(name, "mixture of experts")
-    for name in ("hidden_act", "hidden_activation"):
-        if (activation := fields.get(name, str, "silu")) not in ("silu", "swish"):
+
+
+def _check_for(architecture: Architecture, fields: Fields) -> None:
+    for name in architecture.refused:
+        fields.refuse(name, "option")
+    # The field "hidden_act" of Gemma is older than its activation and counts for nothing.
+    names = ("hidden_act", "hidden_activation") if architecture.activation == "silu" else ("hidden_activation",)
+    spellings = ACTIVATIONS[architecture.activation]
+    for name in names:
+        if (activation := fields.get(name, str, spellings[0])) not in spellings:
             raise ConfigError(f"unsupported activation: {name} is {activation!r}")
 
 
@@ -143,14 +170,22 @@ def _windows_from_hf(config: Mapping[str, Any], architecture: Architecture, num_
     window = fields.get_size("sliding_window")
     if architecture.window == "all":
         return (window,) * num_layers
-    if architecture.window == "none" or not fields.get("use_sliding_window", bool, False):
+    is_off = architecture.window == "by_layer" and not fields.get("use_sliding_window", bool, False)
+    if architecture.window == "none" or is_off:
         return (None,) * num_layers
-    first = fields.get("max_window_layers", int, 28)
-    kinds = config.get("layer_types") or [
-        "sliding_attention" if layer_idx >= first else "full_attention" for layer_idx in range(num_layers)
-    ]
+    kinds = config.get("layer_types") or _default_layer_types(fields, architecture, num_layers)
     if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ConfigError(f"unsupported layer_types for {num_layers} layers: {kinds!r}")
     if window is None:
         window = fields.require_size("sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _default_layer_types(fields: Fields, architecture: Architecture, num_layers: int) -> list[str]:
+    if architecture.window == "by_pattern":
+        pattern = fields.require_size("sliding_window_pattern")
+        are_sliding = [(layer_idx + 1) % pattern != 0 for layer_idx in range(num_layers)]
+    else:
+        first = fields.get("max_window_layers", int, 28)
+        are_sliding = [layer_idx >= first for layer_idx in range(num_layers)]
+    return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in are_sliding]

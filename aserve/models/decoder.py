@@ -1,4 +1,4 @@
-"""The decoder-only transformer behind Llama, Mistral, Qwen2, Qwen3 and Phi-3: one class, differences as flags."""
+"""The decoder-only transformer behind all of ARCHITECTURES: one class, differences as flags."""
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from aserve.layers.rotary import RotaryTable, pair_halves
 from aserve.layers.weighted import WeightedLayer, WeightFormat, WeightSlot
 from aserve.models.config import DecoderConfig
 
+MLP_NORM = "post_attention_layernorm"  # which says where it stands
+SANDWICH_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+
 
 class Decoder:
     """Inference only; call it under ``torch.inference_mode``. T tokens, N rows to sample, E hidden, V vocabulary."""
@@ -22,7 +25,7 @@ class Decoder:
         self._operators = operators
         self._rotary = RotaryTable(config.rope, config.head_dim, config.max_context_len, weights)
         self._layers = [DecoderLayer(config, layer_idx, weights) for layer_idx in range(config.num_layers)]
-        self._norm = NormWeight("model.norm", config.hidden_size, weights)
+        self._norm = _norm_weight("model.norm", config.hidden_size, config, weights)
         head_name = "model.embed_tokens" if config.is_head_tied else "lm_head"
         self._head = Linear(head_name, config.hidden_size, {head_name: config.vocab_size}, weights)
         self._embed: TokenEmbedding = (
@@ -31,9 +34,15 @@ class Decoder:
             else Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, weights)
         )
 
+        # Rounded to the activations' dtype, as the models were trained.
+        scale = torch.tensor(config.hidden_size**0.5).to(weights.dtype).item()
+        self._embedding_scale = scale if config.scales_embeddings else None
+
     def forward(self, token_ids: Tensor, ctx: ForwardContext, *, out: Tensor | None = None) -> Tensor:
         """Run token_ids [T] int64 through all layers; return what ``compute_logits`` takes, [T, E], in ``out``."""
         update = self._embed(token_ids)
+        if self._embedding_scale is not None:
+            update = update * self._embedding_scale
         residual: Tensor | None = None
         for layer in self._layers:
             update, residual = layer.forward(update, residual, self._rotary.cos_sin, ctx)
@@ -42,7 +51,9 @@ class Decoder:
 
     def compute_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [N, V], in ``out``, for those rows of ``forward``'s result that are needed, [N, E]."""
-        return self._operators.norm_logits(hidden, self._norm.weight, self.config.rms_norm_eps, self._head, out=out)
+        logits = self._operators.norm_logits(hidden, self._norm.weight, self.config.rms_norm_eps, self._head, out=out)
+        cap = self.config.logits_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def fit(self, max_model_len: int) -> None:
         """Choose what depends on how long a sequence may get, in tokens; before the first forward that counts."""
@@ -70,10 +81,13 @@ class DecoderLayer:
     def __init__(self, config: DecoderConfig, layer_idx: int, weights: WeightFormat) -> None:
         name = f"model.layers.{layer_idx}"
         self._eps = config.rms_norm_eps
-        self._attention_norm = NormWeight(f"{name}.input_layernorm", config.hidden_size, weights)
+        self._activation = config.activation
+        self._attention_norm = _norm_weight(f"{name}.input_layernorm", config.hidden_size, config, weights)
         self._attention = Attention(config, layer_idx, weights)
         self.attention_spec = self._attention.spec
-        self._mlp_norm = NormWeight(f"{name}.post_attention_layernorm", config.hidden_size, weights)
+        first, *behind = SANDWICH_NORMS if config.has_sandwich_norms else (MLP_NORM,)
+        self._mlp_norm = _norm_weight(f"{name}.{first}", config.hidden_size, config, weights)
+        self._norms_behind = [_norm_weight(f"{name}.{other}", config.hidden_size, config, weights) for other in behind]
         self._mlp = Mlp(config, f"{name}.mlp", weights)
 
     def forward(
@@ -85,14 +99,19 @@ class DecoderLayer:
             update, residual, self._attention_norm.weight, self._eps, self._attention.qkv
         )
         attended = self._attention.forward(qkv, cos_sin, ctx)
+        if self._norms_behind:
+            attended = operators.rms_norm(attended, self._norms_behind[0].weight, self._eps)
         hidden, residual = operators.add_norm_gate_up(
-            attended, residual, self._mlp_norm.weight, self._eps, self._mlp.gate_up
+            attended, residual, self._mlp_norm.weight, self._eps, self._mlp.gate_up, self._activation
         )
-        return operators.linear(hidden, self._mlp.down), residual
+        update = operators.linear(hidden, self._mlp.down)
+        if self._norms_behind:
+            update = operators.rms_norm(update, self._norms_behind[1].weight, self._eps)
+        return update, residual
 
     def weighted_layers(self) -> list[WeightedLayer]:
         """Every layer that keeps weights, each once."""
-        norms: list[WeightedLayer] = [self._attention_norm, self._mlp_norm]
+        norms: list[WeightedLayer] = [self._attention_norm, self._mlp_norm, *self._norms_behind]
         return norms + self._attention.weighted_layers() + self._mlp.weighted_layers()
 
 
@@ -121,8 +140,8 @@ class Attention:
         )
         self._qk_norms = (
             (
-                NormWeight(f"{name}.q_norm", config.head_dim, weights),
-                NormWeight(f"{name}.k_norm", config.head_dim, weights),
+                _norm_weight(f"{name}.q_norm", config.head_dim, config, weights),
+                _norm_weight(f"{name}.k_norm", config.head_dim, config, weights),
             )
             if config.has_qk_norm
             else None
@@ -132,8 +151,9 @@ class Attention:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
+            scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
             sliding_window=config.sliding_windows[layer_idx],
+            softcap=config.attention_softcap,
         )
 
     def forward(self, qkv: Tensor, cos_sin: Tensor, ctx: ForwardContext) -> Tensor:
@@ -182,3 +202,7 @@ class Mlp:
     def weighted_layers(self) -> list[WeightedLayer]:
         """Every layer that keeps weights, each once."""
         return [self.gate_up, self.down]
+
+
+def _norm_weight(name: str, size: int, config: DecoderConfig, weights: WeightFormat) -> NormWeight:
+    return NormWeight(name, size, weights, has_unit_offset=config.has_unit_offset_norms)

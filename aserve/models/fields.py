@@ -52,6 +52,13 @@ class Fields:
         value = self.get_size(name)
         return self.require(name, int) if value is None else value
 
+    def get_positive(self, name: str) -> float | None:
+        """Return a field that divides or caps something, or None where it is absent."""
+        value = self.get(name, float)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{self._prefix}{name} must be positive, got {value}")
+        return value
+
     def require_floats(self, name: str) -> tuple[float, ...]:
         """Return a field that lists numbers; raise if it is absent."""
         values = self._values.get(self._prefix + name)

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from aserve.kernels.gpu import norm, rope_store, silu_mul
+from aserve.kernels.gpu import gate_mul, norm, rope_store
 from aserve.kernels.gpu.compile_count import CompileCounter
 from aserve.kernels.gpu.small_linear import NormBefore, SmallLinear, apply_small_linear
 from aserve.kernels.operators import HeadLayout, HeadNorms, KVTarget
@@ -57,7 +57,7 @@ def compile_all(overlap: bool, num_tokens: int) -> None:
     x, gain = bf16(num_tokens, 4096), bf16(4096)
     norm.rms_norm(x, gain, 1e-6, overlap)
     norm.add_rms_norm(x, x.clone(), gain, 1e-6, overlap)
-    silu_mul.silu_mul(bf16(num_tokens, 24576), overlap)
+    gate_mul.silu_mul(bf16(num_tokens, 24576), overlap)
     norms = HeadNorms(bf16(128), bf16(128), 1e-6)
     for page_dtype in (torch.bfloat16, torch.float8_e4m3fn):
         pages = torch.empty(4, 16, 8, 128, dtype=page_dtype)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from doubles_kernels import Threads, load_variant, variants
+from doubles_operators import gelu_mul64
 from torch import Tensor
 
 from aserve.kernels.cpu_operators import CpuOperators
@@ -63,6 +64,13 @@ def test_silu_mul(variant: str, width: int) -> None:
     close(result[3:], expected[3:], 4e-6)
     close(result[:2], expected[:2], 4e-6)
     assert result[0, 0] == 0 or abs(result[0, 0]) < 1e-30
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gelu_mul(variant: str, width: int) -> None:
+    gate_up = random(70, 2 * width) * 4
+    gate_up[0, 0], gate_up[1, 0] = -200.0, 200.0
+    close(operators(variant).gelu_mul(gate_up), gelu_mul64(gate_up), 4e-6)
 
 
 @pytest.mark.parametrize("head_dim", [2, 8, 64, 80, 128])
@@ -124,6 +132,7 @@ def test_other_dtypes_go_to_the_reference(variant: str) -> None:
     x, weight = random(4, 64).bfloat16(), random(64, seed=1).bfloat16()
     assert torch.equal(ops.rms_norm(x, weight, 1e-5), Operators().rms_norm(x, weight, 1e-5))
     assert torch.equal(ops.silu_mul(x), Operators().silu_mul(x))
+    assert torch.equal(ops.gelu_mul(x), Operators().gelu_mul(x))
     key, value = (torch.zeros(2, 16, 2, 32, dtype=torch.bfloat16) for _ in range(2))
     k, slots = random(4, 2, 32), torch.tensor([1, 30, 2, 3])
     ops.store_kv(k, k, KVTarget(key, value, slots))

@@ -12,6 +12,7 @@ from doubles_operators import (
     Packed,
     RopeCase,
     assert_near,
+    gelu_mul64,
     linear64,
     norm64,
     poison_new_memory,
@@ -57,6 +58,41 @@ def test_norms_and_silu(num_tokens: int, dtype: torch.dtype) -> None:
     assert_near(OPS.silu_mul(gate_up), silu_mul64(gate_up), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 3, 17])
+def test_gelu_and_weights_of_float32(num_tokens: int, dtype: torch.dtype) -> None:
+    width = 184
+    x, residual, weight = draw(num_tokens, width, dtype=dtype), draw(num_tokens, width, dtype=dtype), draw(width)
+    layer = Dense(draw(6, width, dtype=dtype) / width**0.5)
+    total = (x.double() + residual.double()).to(dtype)
+    gate_up = draw(num_tokens, 2 * width, dtype=dtype) * 2
+    assert_near(OPS.gelu_mul(gate_up), gelu_mul64(gate_up), dtype)
+    assert OPS.rms_norm(x, weight, EPS).dtype == dtype
+    assert_near(OPS.rms_norm(x, weight, EPS), norm64(x, weight), dtype)
+    normed, stream = OPS.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
+    assert normed.dtype == stream.dtype == dtype
+    assert_near(normed, norm64(total, weight), dtype)
+    result, stream = OPS.add_norm_gate_up(x.clone(), residual.clone(), weight, EPS, layer, "gelu_tanh")
+    assert result.dtype == stream.dtype == dtype
+    assert_near(stream, total.double(), dtype)
+    assert_near(result, gelu_mul64(linear64(norm64(total, weight), layer)), dtype)
+    assert_near(OPS.norm_logits(x, weight, EPS, layer), linear64(norm64(x, weight), layer), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_norms_of_float32(dtype: torch.dtype) -> None:
+    case = RopeCase(HeadLayout(4, 2, 64), 16, False, True, dtype, dtype, 5, DEVICE, gain_dtype=torch.float32)
+    qkv, norms, cos_sin, positions, target = case.make()
+    q, k, _ = case.expect(qkv, norms, cos_sin, positions)
+    other = KVTarget(target.key.clone(), target.value.clone(), target.slot_mapping)
+    expected = Operators().rope_store(qkv.clone(), case.heads, norms, cos_sin, positions, other)
+    result = OPS.rope_store(qkv.clone(), case.heads, norms, cos_sin, positions, target)
+    assert_near(result, q, dtype)
+    assert_near(case.read(target.key, target.slot_mapping), k, dtype)
+    assert_near(expected, q, dtype)
+    assert_near(case.read(other.key, other.slot_mapping), k, dtype)
+
+
 @pytest.mark.parametrize("width", [1, 16384])
 def test_narrowest_and_widest_rows(width: int) -> None:
     x, weight = draw(2, width), draw(width)
@@ -72,6 +108,8 @@ def test_norms_round_where_the_reference_rounds() -> None:
     normed, stream = OPS.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
     assert torch.equal(stream, expected_stream)
     assert (normed != expected).float().mean() < 0.01
+    wide = 1 + draw(96) / 100
+    assert (OPS.rms_norm(x, wide, EPS) != Operators().rms_norm(x, wide, EPS)).float().mean() < 0.01
     gate_up = draw(5, 96, dtype=torch.float16)
     assert (OPS.silu_mul(gate_up) != Operators().silu_mul(gate_up)).float().mean() < 0.01
 

@@ -53,6 +53,28 @@ PHI3 = {  # Phi-3-mini-128k-instruct, without its factors
     "tie_word_embeddings": False,
     "vocab_size": 32064,
 }
+GEMMA2 = {  # gemma-2-9b-it, without what its config.json leaves to the defaults
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 8,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
 
 
 def changed(config: dict[str, Any] = LLAMA_8B, **changes: Any) -> dict[str, Any]:
@@ -103,6 +125,11 @@ def test_integers_are_fine_where_floats_are_expected() -> None:
         (longrope(long_factor=[0.0] * 48), "long_factor must be 48 positive numbers"),
         (longrope(long_factor="all"), "long_factor must be a list of numbers"),
         (longrope(long_mscale=1.2), "long_mscale"),
+        (changed(GEMMA2, hidden_activation="gelu"), "hidden_activation.*gelu"),
+        (changed(GEMMA2, attn_logit_softcapping=0.0), "attn_logit_softcapping must be positive"),
+        (changed(GEMMA2, query_pre_attn_scalar=-1), "query_pre_attn_scalar must be positive"),
+        (changed(GEMMA2, use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (changed(GEMMA2, sliding_window=None), "lacks sliding_window"),
         (changed(rope_scaling={"rope_type": "default", "mrope_section": [16, 24, 24]}), "mrope_section"),
         (changed(rope_scaling={"rope_type": "linear"}), "lacks factor"),
         (changed(rope_scaling=None, rope_parameters={"full_attention": {"rope_theta": 1.0}}), "one set for all layers"),
@@ -148,6 +175,16 @@ def test_phi_3_mini_128k() -> None:
     assert config.rope.original_context_len == 4096
     assert config.rope.attention_factor == pytest.approx((1 + math.log(32) / math.log(4096)) ** 0.5)
     assert config.sliding_windows == (262144,) * 32
+
+
+def test_gemma_2_9b() -> None:
+    config = DecoderConfig.from_hf(GEMMA2)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (16, 8, 256)
+    assert config.is_head_tied
+    assert config.attention_scale == 1 / 16
+    assert (config.attention_softcap, config.logits_softcap) == (50.0, 30.0)
+    assert config.sliding_windows == (4096, None) * 21
+    assert DecoderConfig.from_hf(changed(GEMMA2, hidden_act="gelu")).activation == "gelu_tanh"  # as in the first files
 
 
 def test_sliding_windows() -> None:

@@ -23,6 +23,7 @@ SHORT, LONG = [1.0, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0], [1.0, 1.5, 2.0, 3.0, 5.0
 LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "rope_theta": 500.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 PHI3: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GEMMA = PHI3 | {"head_dim": 24, "tie_word_embeddings": True, "query_pre_attn_scalar": 12, "sliding_window": 6}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -59,6 +60,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma2, every layer sliding": ("gemma2", GEMMA | {"layer_types": ["sliding_attention"] * 3}),
+    "gemma2, own head and biases": ("gemma2", GEMMA | {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma2, without caps": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2, tight caps": ("gemma2", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),
     "phi3": ("phi3", PHI3),
     "phi3, one head per key and window": ("phi3", PHI3 | {"num_key_value_heads": None, "sliding_window": 6}),
     "phi3, rotating in part": ("phi3", PHI3 | {"rope_parameters": {"partial_rotary_factor": 0.75}}),
@@ -133,6 +139,19 @@ def test_longrope_factors_follow_the_longest_sequence(
     long = reference_logits(oracle, token_ids)
     assert (long - short).abs().max() > 0.1
     torch.testing.assert_close(logits, long if is_long else short, rtol=0, atol=TOLERANCE)
+
+
+@torch.inference_mode()
+def test_embeddings_are_scaled_by_a_rounded_root(tmp_path: Path) -> None:
+    """In bfloat16 the root of 96 channels, 9.798, is 9.8125: what the first layer gets shows which one was taken."""
+    oracle = make_oracle("gemma2", GEMMA | {"hidden_size": 96, "num_hidden_layers": 1}, tmp_path).bfloat16()
+    model = load_folder(tmp_path, dtype=torch.bfloat16)
+    for layer in model.weighted_layers():
+        if layer.name.endswith(("o_proj", "down_proj")):  # so that nothing is added behind the embeddings
+            layer.tensors["weight"].zero_()
+    expected = oracle.model.embed_tokens(torch.arange(50))
+    assert expected.dtype == torch.bfloat16
+    assert torch.equal(PagedSequence(model, 50, torch.bfloat16).hidden(list(range(50))), expected)
 
 
 def test_old_spelling_of_longrope(tmp_path: Path, token_ids: list[int]) -> None:

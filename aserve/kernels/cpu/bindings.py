@@ -17,6 +17,7 @@ ARGUMENTS: dict[str, tuple[type, ...]] = {
     "int8_rows": (POINTER, POINTER, POINTER, INT, INT, POINTER),
     "rms_norm": (POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, FLOAT),
     "silu_mul": (POINTER, POINTER, POINTER, INT, INT),
+    "gelu_mul": (POINTER, POINTER, POINTER, INT, INT),
     "rope": (POINTER, LONG, INT, POINTER, LONG, INT, INT, POINTER, POINTER, INT),
     "store_kv": (POINTER, LONG, POINTER, LONG, POINTER, POINTER, POINTER, INT, INT),
     "paged_attention": (POINTER, POINTER),
@@ -84,6 +85,7 @@ class Functions:
     int8_rows: Function
     rms_norm: Function
     silu_mul: Function
+    gelu_mul: Function
     rope: Function
     store_kv: Function
     paged_attention: Function

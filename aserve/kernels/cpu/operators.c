@@ -62,25 +62,39 @@ typedef struct {
     const float *gate_up; /* [num_rows][2][width] */
     float *y;
     int num_rows, width, rows_per_chunk;
-} SiluMul;
+} GateMul;
 
-static void silu_mul_chunk(const void *argument, int chunk) {
-    const SiluMul *job = argument;
+/* The tanh approximation of GELU is x * sigmoid(gelu_argument(x)), as SiLU is x * sigmoid(x). */
+INLINE vf gelu_argument(vf x) {
+    vf slope = vf_fma(vf_mul(x, x), vf_set1(0.07135481627f), vf_set1(1.5957691216f)); /* sqrt(8 / pi), times 0.044715 */
+    return vf_mul(x, slope);
+}
+
+INLINE void gate_rows(const GateMul *job, int chunk, int is_gelu) {
     int end = chunk_end(chunk, job->rows_per_chunk, job->num_rows), width = job->width;
     for (int64_t row = chunk * job->rows_per_chunk; row < end; row++) {
         const float *gate = job->gate_up + row * 2 * width, *up = gate + width;
         for (int i = 0; i < width; i += VF_LANES) {
             vf g = vf_load_n(gate + i, width - i);
-            vf denominator = vf_add(vf_set1(1.0f), vf_exp(vf_sub(vf_zero(), g)));
+            vf argument = is_gelu ? gelu_argument(g) : g;
+            vf denominator = vf_add(vf_set1(1.0f), vf_exp(vf_sub(vf_zero(), argument)));
             vf_store_n(job->y + row * width + i, vf_mul(vf_div(g, denominator), vf_load_n(up + i, width - i)),
                        width - i);
         }
     }
 }
 
+static void silu_mul_chunk(const void *argument, int chunk) { gate_rows(argument, chunk, 0); }
+static void gelu_mul_chunk(const void *argument, int chunk) { gate_rows(argument, chunk, 1); }
+
 void silu_mul(Pool *pool, const float *gate_up, float *y, int num_rows, int width) {
-    SiluMul job = {gate_up, y, num_rows, width, rows_in_chunk(4 * width)}; /* an exponential costs as much as four */
+    GateMul job = {gate_up, y, num_rows, width, rows_in_chunk(4 * width)}; /* an exponential costs as much as four */
     pool_run(pool, silu_mul_chunk, &job, (num_rows + job.rows_per_chunk - 1) / job.rows_per_chunk);
+}
+
+void gelu_mul(Pool *pool, const float *gate_up, float *y, int num_rows, int width) {
+    GateMul job = {gate_up, y, num_rows, width, rows_in_chunk(4 * width)};
+    pool_run(pool, gelu_mul_chunk, &job, (num_rows + job.rows_per_chunk - 1) / job.rows_per_chunk);
 }
 
 /* Rotate pairs (i, i + head_dim / 2) of each head of one token in place. */

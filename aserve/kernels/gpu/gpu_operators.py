@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from aserve.kernels.gpu import norm, rope_store, silu_mul
+from aserve.kernels.gpu import gate_mul, norm, rope_store
 from aserve.kernels.gpu.launch import can_run
 from aserve.kernels.gpu.medium_linear import apply_medium_linear, can_multiply
 from aserve.kernels.gpu.medium_linear_launch import MediumLinearLaunch, choose_medium_launch
 from aserve.kernels.gpu.small_linear import NormBefore, SmallLinear, apply_small_linear, is_small
-from aserve.kernels.operators import HeadLayout, HeadNorms, KVTarget, Operators, Projection
+from aserve.kernels.operators import Activation, HeadLayout, HeadNorms, KVTarget, Operators, Projection
 
 
 class GpuOperators(Operators):
@@ -23,19 +23,24 @@ class GpuOperators(Operators):
         self._overlap = overlap
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if not (can_run(x, weight) and x.shape[-1] <= norm.MAX_WIDTH):
+        if not (_can_norm(x, None, weight) and x.shape[-1] <= norm.MAX_WIDTH):
             return super().rms_norm(x, weight, eps)
         return norm.rms_norm(x, weight, eps, self._overlap)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if not (can_run(x, residual, weight) and x.shape[-1] <= norm.MAX_WIDTH):
+        if not (_can_norm(x, residual, weight) and x.shape[-1] <= norm.MAX_WIDTH):
             return super().add_rms_norm(x, residual, weight, eps)
         return norm.add_rms_norm(x, residual, weight, eps, self._overlap)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if not (can_run(gate_up) and gate_up.dim() == 2):
             return super().silu_mul(gate_up)
-        return silu_mul.silu_mul(gate_up, self._overlap)
+        return gate_mul.silu_mul(gate_up, self._overlap)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        if not (can_run(gate_up) and gate_up.dim() == 2):
+            return super().gelu_mul(gate_up)
+        return gate_mul.gelu_mul(gate_up, self._overlap)
 
     def rope_store(
         self,
@@ -66,8 +71,16 @@ class GpuOperators(Operators):
         return self._apply(x, layer, NormBefore(weight, eps, residual))
 
     def add_norm_gate_up(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, linear: Projection
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        linear: Projection,
+        activation: Activation = "silu",
     ) -> tuple[Tensor, Tensor]:
+        if activation != "silu":  # the kernels that join layer and gate know no other
+            return super().add_norm_gate_up(x, residual, weight, eps, linear, activation)
         layer, medium = _as_small(x, linear, is_gated=True), _as_medium(x, linear, is_gated=True)
         if (layer is None and medium is None) or not _can_norm(x, residual, weight):
             return super().add_norm_gate_up(x, residual, weight, eps, linear)
@@ -138,7 +151,9 @@ def _as_medium(
 
 
 def _can_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> bool:
-    return can_run(x, weight, *([] if residual is None else [residual]))
+    """Whether kernels serve these; a weight may be of float32 beside other activations."""
+    is_fitting = weight.dtype in (x.dtype, torch.float32) and weight.is_contiguous()
+    return is_fitting and can_run(x, *([] if residual is None else [residual]))
 
 
 def _empty_logits(x: Tensor, weight: Tensor) -> Tensor:

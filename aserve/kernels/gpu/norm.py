@@ -47,7 +47,10 @@ def _norm_rows(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Rounds to the activations' dtype where the reference does: the sum, the normed value, the result."""
+    """Rounds to the activations' dtype where the reference does: the sum, the normed value, the result.
+
+    With a wider weight the normed value is not rounded.
+    """
     row = tl.program_id(0).to(tl.int64) * WIDTH
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -62,5 +65,7 @@ def _norm_rows(
         tl.store(residual + row + columns, values, mask=inside)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    normed = (wide * scale).to(values.dtype)
-    tl.store(result + row + columns, gain.to(tl.float32) * normed.to(tl.float32), mask=inside)
+    normed = wide * scale
+    if weight.dtype.element_ty == x.dtype.element_ty:
+        normed = normed.to(values.dtype).to(tl.float32)
+    tl.store(result + row + columns, gain.to(tl.float32) * normed, mask=inside)

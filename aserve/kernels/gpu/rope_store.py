@@ -32,7 +32,7 @@ def can_store(
         and key.stride(3) == 1
         and cos_sin.dtype == torch.float32
         and all(tensor.is_contiguous() for tensor in (cos_sin, positions, target.slot_mapping))
-        and (norms is None or norms.query.dtype == norms.key.dtype == qkv.dtype)
+        and (norms is None or norms.query.dtype == norms.key.dtype in (qkv.dtype, torch.float32))
     )
 
 
@@ -128,6 +128,7 @@ def _rope_store(
     """A program takes some heads of a token, whatever their kinds; each head is held as its two halves.
 
     Rounds to the activations' dtype where the reference does: after the norm, its gain and the rotation.
+    With wider gains the norm itself is not rounded.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     ROW: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
@@ -152,8 +153,11 @@ def _rope_store(
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         gain_first = _pick_gain(query_gain, key_gain, is_query, channel, in_half)
         gain_second = _pick_gain(query_gain, key_gain, is_query, channel + HALF, in_half)
-        first = (gain_first * (first * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        second = (gain_second * (second * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        first, second = first * scale, second * scale
+        if query_gain.dtype.element_ty == qkv.dtype.element_ty:
+            first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+        first = (gain_first * first).to(dtype).to(tl.float32)
+        second = (gain_second * second).to(dtype).to(tl.float32)
 
     angles = cos_sin + tl.load(positions + token) * HEAD_DIM + channel
     cos = tl.load(angles, mask=in_half, other=0.0)[None, :]
