@@ -1,6 +1,7 @@
 """The rules of the code base that a reviewer would otherwise have to look for."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -145,6 +146,13 @@ def test_the_wheel_ships_every_file_of_the_package() -> None:
     others = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert others <= shipped
     assert all(any(PACKAGE.glob(pattern)) for pattern in globs), "a pattern that matches nothing"
+
+
+def test_the_design_document_names_files_that_exist() -> None:
+    files = [f"/{path.relative_to(ROOT)}" for folder in ("aserve", "tests") for path in (ROOT / folder).rglob("*.py")]
+    named = set(re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text()))
+    assert named
+    assert not {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
 
 
 def test_top_level_is_the_agreed_one() -> None:

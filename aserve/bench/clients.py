@@ -126,7 +126,7 @@ async def _exchange(server: Server, path: str, request: bytes, timeout_s: float)
             head, _, body = (await reader.read()).partition(b"\r\n\r\n")
             writer.close()
     except OSError as error:  # TimeoutError is one
-        raise AserveError(f"no server at {url}: {error or 'no answer'}") from error
+        raise AserveError(f"no server at {url}: {error or 'no answer'}; --url names another") from error
     if b" 200 " not in head.split(b"\r\n")[0] + b" ":
         raise AserveError(f"{url}{path} answered {head.splitlines()[0].decode() if head else 'nothing'}")
     return body

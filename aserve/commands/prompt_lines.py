@@ -1,6 +1,7 @@
 """The JSON lines that ``aserve generate`` reads: each a prompt with its sampling fields, or why it is none."""
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -8,10 +9,14 @@ import orjson
 
 from aserve.errors import ClientError
 from aserve.request import SamplingParams
+from aserve.suggestion import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | list[int] | list[dict[str, Any]]
 SAMPLING_FIELDS = {setting.name for setting in dataclasses.fields(SamplingParams)}
 LABELS = ("id", "custom_id")
+KNOWN = SAMPLING_FIELDS.union(LABELS, ("prompt", "messages"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,15 +31,19 @@ class PromptLine:
 
 def read_lines(source: Iterable[bytes], defaults: SamplingParams) -> Iterator[PromptLine]:
     """Yield a PromptLine for every line that is not blank; sampling fields of a line win over ``defaults``."""
+    ignored: set[str] = set()
     for number, text in enumerate(source, start=1):
         if text.strip():
-            yield _read_line(f"line {number}", text, defaults)
+            yield _read_line(f"line {number}", text, defaults, ignored)
 
 
-def _read_line(name: str, text: bytes, defaults: SamplingParams) -> PromptLine:
+def _read_line(name: str, text: bytes, defaults: SamplingParams, ignored: set[str]) -> PromptLine:
     labels: dict[str, Any] = {}
     try:
         fields = _parse(text)
+        for unknown in sorted(fields.keys() - KNOWN - ignored):
+            ignored.add(unknown)  # one warning each, not one a line
+            logger.warning("%s: ignoring the unknown field %.64r%s", name, unknown, did_you_mean(unknown, KNOWN))
         labels = {key: fields[key] for key in LABELS if key in fields}
         return PromptLine(_prompt(fields), _params(fields, defaults), labels)
     except ClientError as error:

@@ -113,5 +113,5 @@ def _from_http(error: HTTPException) -> AserveError:
     if error.status_code == 405:
         return MethodNotAllowedError((error.headers or {})["Allow"])
     if error.status_code == 404:
-        return NotFoundError("there is nothing at this path", code="not_found")
+        return NotFoundError("there is nothing at this path; /openapi.json lists what there is", code="not_found")
     return ClientError(str(error.detail))

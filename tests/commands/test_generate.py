@@ -96,6 +96,16 @@ def test_the_number_of_a_bad_line_is_named(run: Generate) -> None:
     assert answers[1]["error"].startswith("line 3: ")
 
 
+def test_unknown_fields_are_ignored_with_one_warning_each(run: Generate, caplog: pytest.LogCaptureFixture) -> None:
+    code, answers = run([{"prompt": "abc", "max_tokns": 1, "topic": "x"}, {"prompt": "xyz", "topic": "y"}])
+    assert code == 0
+    assert [one["text"] for one in answers] == ["ABC", "XYZ"]
+    assert [record.getMessage() for record in caplog.records if record.name.endswith("prompt_lines")] == [
+        "line 1: ignoring the unknown field 'max_tokns'; did you mean max_tokens?",
+        "line 1: ignoring the unknown field 'topic'",
+    ]
+
+
 def test_logprobs_are_written_where_they_are_asked_for(run: Generate) -> None:
     code, answers = run([{"prompt": "abc", "logprobs": 1, "prompt_logprobs": 0, "max_tokens": 2}])
     assert code == 0

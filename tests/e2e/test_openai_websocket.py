@@ -1,7 +1,9 @@
 """The official Python client's ``responses.connect()``, async and sync, against a live server."""
 
 import asyncio
+import re
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,6 +15,7 @@ from websockets.exceptions import ConnectionClosedError
 
 MODEL = "scripted"
 KEY = "sk-test"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "websocket.md"
 
 
 def async_client(live: Live, key: str = KEY) -> openai.AsyncOpenAI:
@@ -71,6 +74,15 @@ async def test_sync_client_in_a_thread() -> None:
 
     async with scripted_server(api_key=KEY) as live:
         assert await asyncio.to_thread(converse, live.http_url) == ("sync", "sync")
+
+
+@in_loop
+async def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    async with scripted_server() as live:
+        code = code.replace("http://127.0.0.1:8000", live.http_url).replace("Name a river.", "say Nile")
+        await asyncio.to_thread(exec, compile(code, str(DOCUMENT), "exec"), {})
+    assert capsys.readouterr().out.splitlines()[0] == "Nile"
 
 
 @in_loop

@@ -37,6 +37,9 @@ async def test_messages_that_cannot_be_understood(text: str, code: str) -> None:
         assert set(error["error"]) == {"type", "code", "message", "param"}
         assert (error["error"]["type"], error["error"]["code"]) == ("invalid_request_error", code)
         assert "sequence_number" not in error
+        if code == "unknown_event_type":
+            assert "response.create" in error["error"]["message"]
+            assert "response.resume" in error["error"]["message"]
         await check_alive(socket)
 
 

@@ -26,6 +26,7 @@ MAX_IN_FLIGHT = 16
 MAX_QUEUED = 64
 MAX_QUEUED_FRAMES = 2  # bytes that wait, in frames of the largest size
 QUEUED_KINDS = ("response.create", "response.append", "response.resume")  # answered in the order of their lane
+KNOWN_KINDS = (*QUEUED_KINDS, "response.cancel", "response.steer")
 STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 
 GOING_AWAY = 1001  # clients that may reconnect do so on these
@@ -122,7 +123,7 @@ class ResponsesSession:
         elif kind != "response.processed":  # an acknowledgement that needs no answer
             shown = f"{kind[:64]!r}" if isinstance(kind, str) else "missing"
             raise ClientError(
-                f"the event type is {shown}, not response.create", param="type", code="unknown_event_type"
+                f"the event type is {shown}; known: {', '.join(KNOWN_KINDS)}", param="type", code="unknown_event_type"
             )
 
     def _queue(self, payload: Mapping[str, Any], stream_id: str | None, num_bytes: int) -> None:
