@@ -192,7 +192,8 @@ def bind(config: ServerConfig) -> list[socket.socket]:
     except OSError as error:
         for listener in listeners:
             listener.close()
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
+        reason = "the port is in use; --port names another" if error.errno == errno.EADDRINUSE else str(error)
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}") from error
     return listeners
 
 

@@ -30,5 +30,5 @@ def _open_redis(url: str, max_bytes: int, max_age_s: float) -> ResponseStore:
     try:
         from aserve.store.redis_store import open_redis
     except ModuleNotFoundError as error:
-        raise ConfigError("responses in Redis need its client: pip install 'aserve[redis]'") from error
+        raise ConfigError("responses in Redis need its client: pip install redis") from error
     return open_redis(url, max_bytes, max_age_s)

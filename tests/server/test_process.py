@@ -238,7 +238,7 @@ def test_a_step_that_hangs_turns_readiness_and_then_health_off(tmp_path: Path) -
 def test_a_taken_port_is_said_plainly() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: the port is in use"):
             bind(ServerConfig(port=port))
     with pytest.raises(ConfigError, match=r"no\.such\.host"):
         bind(ServerConfig(host="no.such.host.invalid", port=port))
