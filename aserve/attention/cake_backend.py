@@ -1,5 +1,6 @@
 """This project's own kernels for decodes; nothing is planned on the host, shares of work are dealt on the device."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ from aserve.kernels.cake.decode_variants import DecodeVariant
 from aserve.kernels.cake.plain_decode import run_plain_decode
 from aserve.kernels.cake.select_decode import DecodeProblem, select_decode
 from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
+
+logger = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 0)
 NUM_CPU_PROGRAMS = 6  # under Triton's interpreter, where they run one after another
@@ -177,4 +180,6 @@ def _choose(problem: AttentionProblem, kind: AttentionKind) -> DecodeVariant:
     choice = select_decode(_decode_problem(problem, kind))
     if choice.variant is None:
         raise ValueError(f"cake: no variant serves {kind}: {choice.refusals}")
+    passed_over = "; ".join(f"{name}: {reason}" for name, reason in choice.refusals.items())
+    logger.info("cake: %s for head_dim %d (%s)", choice.variant.name, kind.head_dim, passed_over or "the first row")
     return choice.variant

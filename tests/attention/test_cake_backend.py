@@ -1,6 +1,7 @@
 """The project's own decode kernels behind the backend's interface: on a GPU, or on the CPU under the interpreter."""
 
 import dataclasses
+import logging
 from typing import Any
 
 import pytest
@@ -122,6 +123,14 @@ def test_the_half_of_a_pair_that_decodes() -> None:
     assert pair.name == "torch,cake"
     case = make_case(spec, [1, 1, 7, 20], [9, 140, 7, 33], 2, dtype=BF16, device=DEVICE)
     check(*pair.forward(case.q, case.layer_kv, pair.plan(case.batch), spec, return_lse=True), case, spec)
+
+
+def test_the_choice_is_logged_with_its_reasons(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    make_backend(make_spec(4, 2, 128), make_spec(4, 2, 80))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == "cake: decode-16-d128 for head_dim 128 (decode-16-d64: it knows head_dim 64, not 128)"
+    assert second.startswith("cake: decode-plain for head_dim 80 (decode-16-d64: it knows head_dim 64, not 80; ")
 
 
 def test_chunks_are_not_planned() -> None:

@@ -43,6 +43,7 @@ def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: An
         "kernel": self.fn.__name__,
         "copies": re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], 0x([0-9a-f]+)", kernel.asm["ptx"]),
         "products": len(re.findall(r"(?:mma|wgmma)\S*\.sync", kernel.asm["ptx"])),
+        "roundings": len(re.findall(r"cvt\S*\.bf16\.f16", kernel.asm["ptx"])),
         "shared_bytes": kernel.metadata.shared,
         "is_new": all(kernel is not other for other in kernels),
     }

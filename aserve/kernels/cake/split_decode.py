@@ -88,7 +88,7 @@ def run_split_decode(call: DecodeCall, launch: SplitLaunch, schedule: DecodeSche
         GROUP_TILE=max(MIN_GROUP_TILE, triton.next_power_of_2(group)),
         BLOCK_LEN=launch.block_len,
         MIN_UNITS=MIN_UNITS,
-        FACTOR=_factor_dtype(call.q.dtype),
+        FACTOR=_factor_dtype(call.q.dtype, pages.keys.dtype),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
@@ -113,8 +113,11 @@ def run_split_decode(call: DecodeCall, launch: SplitLaunch, schedule: DecodeSche
     )
 
 
-def _factor_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Return the dtype of the factors of matrix products; Triton's interpreter multiplies no bfloat16."""
+def _factor_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> tl.dtype:
+    """Return the dtype of the factors of matrix products.
+
+    Triton's interpreter multiplies no bfloat16. A GPU has no instruction from e4m3 to bfloat16, but one to float16.
+    """
     if triton.knobs.runtime.interpret:
         return tl.float32
-    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
+    return tl.bfloat16 if dtype == kv_dtype == torch.bfloat16 else tl.float16

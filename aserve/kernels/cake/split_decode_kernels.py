@@ -12,6 +12,8 @@ import triton.language as tl
 from aserve.kernels.cake.decode_schedule import find_first_unit, find_owner
 from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
 
+MAX_FLOAT16 = tl.constexpr(65504.0)
+
 
 # Tables may begin at any element; specialised on that, the kernels would be compiled again while serving.
 @triton.jit(
@@ -83,7 +85,10 @@ def split_decode(
         first = tl.maximum(key_len - window, 0) + block * BLOCK_LEN
         heads = kv_head * GROUP + members
         places = heads[:, None] * HEAD_DIM + elements[None, :]
-        queries = tl.load(q + seq.to(tl.int64) * Q_STRIDE + places, mask=is_inside, other=0.0).to(FACTOR)
+        queries = tl.load(q + seq.to(tl.int64) * Q_STRIDE + places, mask=is_inside, other=0.0)
+        if FACTOR == tl.float16:  # noqa: SIM300 - no constant; for queries in bfloat16, whose range is larger
+            queries = tl.minimum(tl.maximum(queries.to(tl.float32), -MAX_FLOAT16), MAX_FLOAT16)
+        queries = queries.to(FACTOR)
         table_row = page_table + tl.load(rows + seq).to(tl.int64) * table_stride
 
         greatest = tl.full([GROUP_TILE], float("-inf"), tl.float32)
