@@ -13,9 +13,10 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PROCESSES ?= 2
 ARGS ?=
 
-# What times something runs first and with nothing beside it, the rest in PROCESSES processes.
+# What times something runs first and with nothing beside it, the rest in PROCESSES processes, in order, since the
+# longest file stands near the beginning.
 PYTEST_ALONE := $(BIN)/python -m pytest -m
-PYTEST_BESIDE := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile -m
+PYTEST_BESIDE := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder -m
 
 .PHONY: serve test check fix test-full test-gpu wheel clean
 
