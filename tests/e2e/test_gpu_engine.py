@@ -6,19 +6,17 @@ The references are committed and were made on a CPU (tests/reference), so nothin
 import asyncio
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from doubles_gpu_engine import (
+from doubles_demo_engine import (
     DEVICE,
     EXACT,
     MakeEngine,
     complete_all,
-    demo_engines,
     in_loop,
     settled_stats,
     tokens_of,
@@ -43,12 +41,6 @@ CROWDED: dict[str, Any] = EXACT | {  # 64 sequences of 12 pages would need 768
     "page_size": 4,
     "num_pages": 480,
 }
-
-
-@pytest.fixture(scope="module")
-def make_engine(demo_files: ModelFiles) -> Iterator[MakeEngine]:
-    with demo_engines(demo_files) as make:
-        yield make
 
 
 @pytest.fixture(scope="module")

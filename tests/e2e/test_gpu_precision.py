@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from doubles_attention_gpu import usable_settings
-from doubles_gpu_engine import DEVICE, MakeEngine, complete_all, demo_engines, settled_stats
+from doubles_demo_engine import DEVICE, MakeEngine, complete_all, demo_engines, settled_stats
 from doubles_models import read_demo_in_transformers
 from reference.margins import read_reference
 from torch import Tensor

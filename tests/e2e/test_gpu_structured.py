@@ -2,15 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import regex
-from doubles_gpu_engine import EXACT, MakeEngine, complete_all, demo_engines, in_loop, settled_stats, tokens_of
+from doubles_demo_engine import EXACT, MakeEngine, complete_all, in_loop, settled_stats, tokens_of
 from reference.margins import check_greedy, read_reference
 
-from aserve.model_files import ModelFiles
 from aserve.request import FinishReason, GrammarSpec, RequestOutput, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -26,12 +24,6 @@ SCHEMA = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def make_engine(demo_files: ModelFiles) -> Iterator[MakeEngine]:
-    with demo_engines(demo_files) as make:
-        yield make
 
 
 def drawn(kind: str, text: str, seed: int) -> SamplingParams:

@@ -53,9 +53,12 @@ TOOLS = {"read_sensor": read_sensor, "to_fahrenheit": to_fahrenheit}
 
 @asynccontextmanager
 async def chat_model(live: Live, **options: Any) -> AsyncIterator[ChatOpenAI]:
-    model = ChatOpenAI(
-        model=MODEL, base_url=f"{live.url}/v1", api_key="any", max_retries=0, **{"stream_usage": True, **options}
-    )
+    own_clients = {  # those it makes itself are kept by address, so that a port used again finds a closed one
+        "http_client": openai.DefaultHttpxClient(),
+        "http_async_client": openai.DefaultAsyncHttpxClient(),
+    }
+    options = {"stream_usage": True, **own_clients, **options}
+    model = ChatOpenAI(model=MODEL, base_url=f"{live.url}/v1", api_key="any", max_retries=0, **options)
     try:
         yield model
     finally:

@@ -1,4 +1,4 @@
-"""For tests of whole engines on a GPU: the demo model, read once for each dtype, and requests that run together."""
+"""For tests of whole engines on the demo model, read once for each device and dtype, and requests that run together."""
 
 import asyncio
 import functools
