@@ -5,6 +5,9 @@ from typing import Any
 
 from aserve.errors import ConfigError
 
+DEFAULT_VOCAB_SIZES = {"gemma3_text": 262208}
+"""By model type: what transformers takes where config.json does not say, as in published ones."""
+
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

@@ -85,7 +85,12 @@ def make_oracle(model_type: str, changes: dict[str, Any], folder: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(model_type, **(TINY | changes))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    return save_with_noise(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), folder)
+
+
+def save_with_noise(model: Any, folder: Path) -> Any:
+    """Draw the weights of a transformers ``model``, save it to ``folder`` and return it."""
+    model.eval()
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

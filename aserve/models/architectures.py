@@ -1,9 +1,10 @@
 """The decoder architectures that aserve runs, one row each, and how they differ."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from aserve.builtin_models import DEFAULT_VOCAB_SIZES
 from aserve.errors import ConfigError
 from aserve.kernels.operators import Activation
 
@@ -21,6 +22,8 @@ class Architecture:
     has_sandwich_norms: bool = False  # norms behind attention and feed-forward as well as before
     has_unit_offset_norms: bool = False  # the checkpoint keeps a norm's weight less 1
     scales_embeddings: bool = False  # by the square root of hidden_size
+    has_local_rope: bool = False  # layers with a window have rotary parameters of their own
+    has_vision: bool = False  # its text model, which is what runs, has a "text_config" and tensor names of its own
     has_merged_projections: bool = False  # the checkpoint holds qkv_proj and gate_up_proj instead of their parts
     may_rotate_partly: bool = False  # heeds "partial_rotary_factor"
     defaults: Mapping[str, Any] = field(
@@ -29,6 +32,31 @@ class Architecture:
     refused: tuple[str, ...] = ()  # fields of config.json that must be off
     has_permuted_gguf: bool = False  # its GGUF files hold query and key rows for the interleaved rotary style
 
+
+GEMMA3 = Architecture(
+    "gemma3_text",
+    has_qk_norm=True,
+    window="by_pattern",
+    activation="gelu_tanh",
+    has_sandwich_norms=True,
+    has_unit_offset_norms=True,
+    scales_embeddings=True,
+    has_local_rope=True,
+    defaults={
+        "vocab_size": DEFAULT_VOCAB_SIZES["gemma3_text"],
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+    refused=("use_bidirectional_attention", "attn_logit_softcapping"),
+)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture("llama", "llama", has_permuted_gguf=True),
@@ -61,6 +89,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         refused=("use_bidirectional_attention",),
     ),
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(GEMMA3, model_type="gemma3", has_vision=True),
 }
 
 

@@ -10,7 +10,7 @@ from aserve.kernels.operators import Activation
 from aserve.layers.rotary import RopeConfig
 from aserve.models.architectures import Architecture, find_architecture, find_gguf_architecture
 from aserve.models.fields import Fields
-from aserve.models.rope_fields import rope_from_gguf, rope_from_hf, scaled_context_len
+from aserve.models.rope_fields import rope_from_gguf, rope_from_hf, ropes_by_window_from_hf, scaled_context_len
 
 ACTIVATIONS: dict[Activation, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 
@@ -30,6 +30,7 @@ class DecoderConfig:
     rms_norm_eps: float
     max_context_len: int  # tokens, after rope scaling
     rope: RopeConfig
+    local_rope: RopeConfig | None = None  # of layers with a window; None: the same
     sliding_windows: tuple[int | None, ...]
     has_qkv_bias: bool = False
     has_output_bias: bool = False  # of the attention's output projection
@@ -51,6 +52,8 @@ class DecoderConfig:
         if self.head_dim % 2:
             raise ConfigError(f"head_dim {self.head_dim} is odd, which rotary embedding does not allow")
         self.rope.check(self.head_dim)
+        if self.local_rope is not None:
+            self.local_rope.check(self.head_dim)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
@@ -61,6 +64,8 @@ class DecoderConfig:
         _refuse_unsupported(Fields(config))
         model_type = Fields(config).get("model_type", str, "")
         name, architecture = find_architecture(config.get("architectures") or [], model_type)
+        if architecture.has_vision:
+            config = _text_config(config)
         config = {**architecture.defaults, **config}
         fields = Fields(config)
         _check_for(architecture, fields)
@@ -68,7 +73,12 @@ class DecoderConfig:
         num_layers = fields.require_size("num_hidden_layers")
         head_dim = fields.get_size("head_dim") or _split(hidden_size, num_heads)
         max_context_len = fields.require_size("max_position_embeddings")
-        rope = rope_from_hf(config, max_context_len)
+        local_rope = None
+        if architecture.has_local_rope:
+            rope, local_rope = ropes_by_window_from_hf(config, max_context_len)
+        else:
+            rope = rope_from_hf(config, max_context_len)
+            max_context_len = scaled_context_len(rope, max_context_len)
         if rope.partial_rotary_factor != 1.0 and not architecture.may_rotate_partly:
             raise ConfigError(f"unsupported: partial_rotary_factor is {rope.partial_rotary_factor}")
         has_bias = fields.get("attention_bias", bool, False)
@@ -83,8 +93,9 @@ class DecoderConfig:
             num_kv_heads=fields.get_size("num_key_value_heads") or num_heads,
             head_dim=head_dim,
             rms_norm_eps=fields.get("rms_norm_eps", float, 1e-6),
-            max_context_len=scaled_context_len(rope, max_context_len),
+            max_context_len=max_context_len,
             rope=rope,
+            local_rope=local_rope,
             sliding_windows=_windows_from_hf(config, architecture, num_layers),
             has_qkv_bias=has_bias or architecture.has_qkv_bias,
             has_output_bias=has_bias and not architecture.has_qkv_bias,
@@ -146,6 +157,15 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.refuse("quantization_config", "quantised checkpoint")
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         fields.refuse(name, "mixture of experts")
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of the text model in the config of one that sees images as well."""
+    text_config = config.get("text_config")
+    if not isinstance(text_config, Mapping):
+        raise ConfigError(f"the model's config lacks text_config, got {text_config!r}")
+    _refuse_unsupported(Fields(text_config))
+    return text_config
 
 
 def _check_for(architecture: Architecture, fields: Fields) -> None:

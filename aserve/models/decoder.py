@@ -24,6 +24,12 @@ class Decoder:
         self.config = config
         self._operators = operators
         self._rotary = RotaryTable(config.rope, config.head_dim, config.max_context_len, weights)
+        # Keeps no weights: what a checkpoint may say of frequencies is about the other one.
+        self._local_rotary = (
+            self._rotary
+            if config.local_rope is None
+            else RotaryTable(config.local_rope, config.head_dim, config.max_context_len, weights)
+        )
         self._layers = [DecoderLayer(config, layer_idx, weights) for layer_idx in range(config.num_layers)]
         self._norm = _norm_weight("model.norm", config.hidden_size, config, weights)
         head_name = "model.embed_tokens" if config.is_head_tied else "lm_head"
@@ -45,7 +51,8 @@ class Decoder:
             update = update * self._embedding_scale
         residual: Tensor | None = None
         for layer in self._layers:
-            update, residual = layer.forward(update, residual, self._rotary.cos_sin, ctx)
+            rotary = self._rotary if layer.attention_spec.sliding_window is None else self._local_rotary
+            update, residual = layer.forward(update, residual, rotary.cos_sin, ctx)
         assert residual is not None  # a model has layers
         return torch.add(residual, update, out=out) if out is not None else residual + update
 
@@ -58,6 +65,7 @@ class Decoder:
     def fit(self, max_model_len: int) -> None:
         """Choose what depends on how long a sequence may get, in tokens; before the first forward that counts."""
         self._rotary.fit(max_model_len)
+        self._local_rotary.fit(max_model_len)
 
     def weighted_layers(self) -> list[WeightedLayer]:
         """Every layer that keeps weights, each once."""

@@ -67,6 +67,22 @@ def rope_from_hf(config: Mapping[str, Any], max_position_embeddings: int) -> Rop
     return replace(rope, factor=fields.require("factor", float))
 
 
+def ropes_by_window_from_hf(config: Mapping[str, Any], max_position_embeddings: int) -> tuple[RopeConfig, RopeConfig]:
+    """Read the parameters of layers that see all keys, and of those with a window.
+
+    "rope_parameters" has one set for each (transformers 5); before, "rope_theta" and "rope_scaling" were about the
+    former and "rope_local_base_freq" about the latter.
+    """
+    sets = config.get("rope_parameters") or {}
+    if not isinstance(sets, Mapping) or not sets.keys() <= {"full_attention", "sliding_attention"}:
+        raise ConfigError(f"unsupported rope_parameters, one set for each type of layer is expected: {sets!r}")
+    fields = Fields(config)
+    theta, local_theta = fields.require("rope_theta", float), fields.require("rope_local_base_freq", float)
+    full = {"rope_theta": theta, "rope_parameters": config.get("rope_scaling") or sets.get("full_attention")}
+    local = {"rope_theta": local_theta, "rope_parameters": sets.get("sliding_attention")}
+    return rope_from_hf(full, max_position_embeddings), rope_from_hf(local, max_position_embeddings)
+
+
 def _yarn_from_hf(rope: RopeConfig, fields: Fields, max_position_embeddings: int) -> RopeConfig:
     factor = fields.get("factor", float) or max_position_embeddings / rope.original_context_len
     attention_factor = fields.get("attention_factor", float)

@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import pre_tokenizers
 
+from aserve.builtin_models import DEFAULT_VOCAB_SIZES
 from aserve.errors import ConfigError
 from aserve.tokenizer.tokenizer import TokenizerSettings
 
@@ -99,7 +100,8 @@ def _read_affixes(
 
 
 def _vocab_size(config: Mapping[str, Any], backend: tokenizers.Tokenizer) -> int:
-    size = config.get("vocab_size")
+    text_config = config.get("text_config") or config  # a model that sees images as well has one
+    size = text_config.get("vocab_size") or DEFAULT_VOCAB_SIZES.get(text_config.get("model_type", ""))
     return size if isinstance(size, int) and size > 0 else backend.get_vocab_size(with_added_tokens=True)
 
 

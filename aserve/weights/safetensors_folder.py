@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aserve.errors import ConfigError, WeightsError
+from aserve.models.architectures import ARCHITECTURES
 from aserve.models.config import DecoderConfig
 from aserve.weights.checkpoint import Checkpoint, StoredTensor
 
@@ -22,6 +23,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+VISION_PARTS = ("vision_tower.", "multi_modal_projector.")
 FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
@@ -31,6 +33,7 @@ class SafetensorsFolder(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = DecoderConfig.from_hf(_read_object(path / "config.json"))
+        self._has_vision = ARCHITECTURES[self.config.architecture].has_vision
         self._owners = _read_index(path)  # tensor -> file name, None without an index
         self._weight_files = _find_files(path, self._owners)
         if self._owners is not None:
@@ -47,17 +50,19 @@ class SafetensorsFolder(Checkpoint):
         for file in self._weight_files:
             with _open(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    if self._owners is None or self._owners.get(name) == file.name:
-                        yield self._stored(opened, file, name)
+                    is_owned = self._owners is None or self._owners.get(name) == file.name
+                    own_name = text_model_name(name) if self._has_vision else name
+                    if is_owned and own_name is not None:
+                        yield self._stored(opened, file, name, own_name)
 
     def _has_head_of_its_own(self) -> bool:
         """Whether a head stands in the files that differs from the embeddings; transformers looks for this as well."""
         pair = [stored.read() for stored in self.tensors() if stored.name in (EMBEDDINGS, HEAD)]
         return len(pair) == 2 and not torch.equal(*pair)
 
-    def _stored(self, opened: Any, file: Path, name: str) -> StoredTensor:
+    def _stored(self, opened: Any, file: Path, name: str, own_name: str) -> StoredTensor:
         shape = tuple(opened.get_slice(name).get_shape())
-        return StoredTensor(name, name, file, shape, partial(_read_tensor, opened, file, name))
+        return StoredTensor(own_name, name, file, shape, partial(_read_tensor, opened, file, name))
 
     def _check_index(self, owners: dict[str, str]) -> None:
         """Raise unless each tensor stands in the file that the index names, and the index names each tensor."""
@@ -70,6 +75,18 @@ class SafetensorsFolder(Checkpoint):
         for file_name, names in held.items():
             if unlisted := sorted(names - owners.keys()):
                 raise WeightsError(f"tensor {unlisted[0]} in {self.path / file_name} is not listed in {INDEX_FILE}")
+
+
+def text_model_name(name: str) -> str | None:
+    """Return what the text model alone calls a tensor of a model with vision; None for a tensor of the vision part.
+
+    Files of before transformers 5 say "language_model.model.norm.weight", others "model.language_model.norm.weight".
+    """
+    if name.removeprefix("model.").startswith(VISION_PARTS):
+        return None
+    if name.startswith("model.language_model."):
+        return f"model.{name.removeprefix('model.language_model.')}"
+    return name.removeprefix("language_model.")
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -75,6 +75,20 @@ GEMMA2 = {  # gemma-2-9b-it, without what its config.json leaves to the defaults
     "sliding_window": 4096,
     "vocab_size": 256000,
 }
+GEMMA3: dict[str, Any] = {  # gemma-3-4b-it, its text part whole
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "mm_tokens_per_image": 256,
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
 
 
 def changed(config: dict[str, Any] = LLAMA_8B, **changes: Any) -> dict[str, Any]:
@@ -84,6 +98,10 @@ def changed(config: dict[str, Any] = LLAMA_8B, **changes: Any) -> dict[str, Any]
 def longrope(**changes: Any) -> dict[str, Any]:
     scaling = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     return changed(PHI3, rope_scaling=scaling | changes)
+
+
+def gemma3_text(**changes: Any) -> dict[str, Any]:
+    return GEMMA3["text_config"] | {"architectures": ["Gemma3ForCausalLM"]} | changes
 
 
 def without(name: str) -> dict[str, Any]:
@@ -113,7 +131,7 @@ def test_integers_are_fine_where_floats_are_expected() -> None:
     [
         (changed(architectures=["MixtralForCausalLM"]), "MixtralForCausalLM"),
         (changed(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
-        (changed(architectures=[], model_type="gemma3"), "gemma3"),
+        (changed(architectures=[], model_type="gemma3n"), "gemma3n"),
         (changed(num_local_experts=8), "num_local_experts"),
         (changed(quantization_config={"quant_method": "awq"}), "quantization_config.*awq"),
         (changed(hidden_act="gelu"), "hidden_act.*gelu"),
@@ -130,6 +148,12 @@ def test_integers_are_fine_where_floats_are_expected() -> None:
         (changed(GEMMA2, query_pre_attn_scalar=-1), "query_pre_attn_scalar must be positive"),
         (changed(GEMMA2, use_bidirectional_attention=True), "use_bidirectional_attention"),
         (changed(GEMMA2, sliding_window=None), "lacks sliding_window"),
+        (changed(GEMMA3, text_config=None), "lacks text_config"),
+        (changed(GEMMA3, quantization_config={"bits": 4}), "quantization_config"),
+        (gemma3_text(attn_logit_softcapping=50.0), "attn_logit_softcapping is 50"),
+        (gemma3_text(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (gemma3_text(rope_parameters={"rope_theta": 1.0}), "one set for each type of layer"),
+        (gemma3_text(rope_parameters={"sliding_attention": {"rope_type": "su"}}), "lacks short_factor"),
         (changed(rope_scaling={"rope_type": "default", "mrope_section": [16, 24, 24]}), "mrope_section"),
         (changed(rope_scaling={"rope_type": "linear"}), "lacks factor"),
         (changed(rope_scaling=None, rope_parameters={"full_attention": {"rope_theta": 1.0}}), "one set for all layers"),
@@ -185,6 +209,19 @@ def test_gemma_2_9b() -> None:
     assert (config.attention_softcap, config.logits_softcap) == (50.0, 30.0)
     assert config.sliding_windows == (4096, None) * 21
     assert DecoderConfig.from_hf(changed(GEMMA2, hidden_act="gelu")).activation == "gelu_tanh"  # as in the first files
+
+
+def test_gemma_3_4b() -> None:
+    """With the values that transformers gives what its config.json leaves out."""
+    config = DecoderConfig.from_hf(GEMMA3)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.max_context_len) == (262208, 131072)
+    assert config.is_head_tied
+    assert config.local_rope is not None
+    assert (config.rope.theta, config.rope.scaling, config.rope.factor) == (1e6, "linear", 8.0)
+    assert (config.local_rope.theta, config.local_rope.scaling) == (1e4, "none")
+    assert (config.attention_softcap, config.logits_softcap) == (None, None)
+    assert config.sliding_windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4
 
 
 def test_sliding_windows() -> None:
@@ -251,7 +288,9 @@ def test_gguf_rope_scaling(keys: dict[str, Any], scaling: str, factor: float, or
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"general.architecture": "gemma3"}, "gemma3"),
+        ({"general.architecture": "phi3"}, "unsupported GGUF architecture 'phi3'"),
+        ({"general.architecture": "gemma2"}, "unsupported GGUF architecture 'gemma2'"),
+        ({"general.architecture": "gemma3"}, "unsupported GGUF architecture 'gemma3'"),
         ({"qwen2.expert_count": 8}, "qwen2.expert_count"),
         ({"qwen2.rope.scaling.type": "longrope"}, "longrope"),
         ({"qwen2.rope.dimension_sections": [8, 4, 4]}, "dimension_sections"),

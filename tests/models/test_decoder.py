@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_models import PagedSequence, edit_config, load_folder, make_oracle
+from doubles_models import TINY, PagedSequence, edit_config, load_folder, make_oracle, save_with_noise
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 NUM_TOKENS = 40
@@ -24,6 +25,11 @@ LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG,
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 PHI3: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GEMMA = PHI3 | {"head_dim": 24, "tie_word_embeddings": True, "query_pre_attn_scalar": 12, "sliding_window": 6}
+GEMMA3 = GEMMA | {"num_hidden_layers": 7}  # the sixth sees all keys
+SCALED = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -65,6 +71,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2, own head and biases": ("gemma2", GEMMA | {"tie_word_embeddings": False, "attention_bias": True}),
     "gemma2, without caps": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma2, tight caps": ("gemma2", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3, every layer full": ("gemma3_text", GEMMA | {"layer_types": ["full_attention"] * 3}),
+    "gemma3, two ropes": (
+        "gemma3_text",
+        GEMMA
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": SCALED},
+    ),
+    "gemma3, logits capped, own head": (
+        "gemma3_text",
+        GEMMA3 | {"final_logit_softcapping": 2.0, "tie_word_embeddings": False},
+    ),
     "phi3": ("phi3", PHI3),
     "phi3, one head per key and window": ("phi3", PHI3 | {"num_key_value_heads": None, "sliding_window": 6}),
     "phi3, rotating in part": ("phi3", PHI3 | {"rope_parameters": {"partial_rotary_factor": 0.75}}),
@@ -139,6 +156,50 @@ def test_longrope_factors_follow_the_longest_sequence(
     long = reference_logits(oracle, token_ids)
     assert (long - short).abs().max() > 0.1
     torch.testing.assert_close(logits, long if is_long else short, rtol=0, atol=TOLERANCE)
+
+
+def test_old_spelling_of_two_ropes_and_of_windows(tmp_path: Path, token_ids: list[int]) -> None:
+    """As in the configs of Gemma 3's release."""
+    oracle = make_oracle("gemma3_text", GEMMA | {"rope_parameters": SCALED, "sliding_window_pattern": 2}, tmp_path)
+    edit_config(
+        tmp_path,
+        {
+            "rope_parameters": None,
+            "layer_types": None,
+            "sliding_window_pattern": 2,
+            "rope_theta": 500.0,
+            "rope_local_base_freq": 20.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    )
+    torch.testing.assert_close(
+        logits_in_chunks(tmp_path, token_ids), reference_logits(oracle, token_ids), rtol=0, atol=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_text_part_of_a_model_with_vision(prefix: str, tmp_path: Path, token_ids: list[int]) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    config = Gemma3Config(text_config=TINY | GEMMA3, vision_config=vision, mm_tokens_per_image=4)
+    config._attn_implementation = "eager"
+    oracle = save_with_noise(Gemma3ForConditionalGeneration(config), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("language_model.model.", "model.language_model."): t for name, t in tensors.items()}
+    renamed = {name.replace("model.language_model.", prefix): tensor for name, tensor in renamed.items()}
+    assert sum(name.startswith(prefix) for name in renamed) > 50
+    save_file(renamed, tmp_path / "model.safetensors")
+    torch.testing.assert_close(
+        logits_in_chunks(tmp_path, token_ids), reference_logits(oracle, token_ids), rtol=0, atol=TOLERANCE
+    )
 
 
 @torch.inference_mode()

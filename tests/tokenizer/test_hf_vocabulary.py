@@ -190,6 +190,10 @@ def test_the_number_of_rows_is_the_model_s(tmp_path: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.num_tokens) == (1000, 601)
     assert tokenizer.decode([999]) == tokenizer.detokenizer().push([999]) == ""
     assert load(write_folder(tmp_path / "other", byte_level_backend())).vocab_size == 601
+    vision = {"text_config": {"model_type": "gemma3_text"}, "eos_token_id": [1, 106]}
+    assert load(write_folder(tmp_path / "vision", byte_level_backend(), config=vision)).vocab_size == 262208
+    vision["text_config"] |= {"vocab_size": 700}  # type: ignore[operator]
+    assert load(write_folder(tmp_path / "sized", byte_level_backend(), config=vision)).vocab_size == 700
 
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json", "named"])
