@@ -74,7 +74,6 @@ def split_decode(
     members = tl.arange(0, GROUP_TILE)
     elements = tl.arange(0, HEAD_DIM)
     is_member = members < GROUP
-    is_inside = is_member[:, None] & (elements < HEAD_DIM)[None, :]
     while unit < stop:
         seq_start = tl.load(starts + seq)
         num_blocks = tl.load(starts + seq + 1) - seq_start
@@ -85,7 +84,7 @@ def split_decode(
         first = tl.maximum(key_len - window, 0) + block * BLOCK_LEN
         heads = kv_head * GROUP + members
         places = heads[:, None] * HEAD_DIM + elements[None, :]
-        queries = tl.load(q + seq.to(tl.int64) * Q_STRIDE + places, mask=is_inside, other=0.0)
+        queries = tl.load(q + seq.to(tl.int64) * Q_STRIDE + places, mask=is_member[:, None], other=0.0)
         if FACTOR == tl.float16:  # noqa: SIM300 - no constant; for queries in bfloat16, whose range is larger
             queries = tl.minimum(tl.maximum(queries.to(tl.float32), -MAX_FLOAT16), MAX_FLOAT16)
         queries = queries.to(FACTOR)
@@ -119,13 +118,13 @@ def split_decode(
                 output *= kept[:, None]
             output *= (value_scale / denominator)[:, None]
             token = seq.to(tl.int64) * (NUM_KV_HEADS * GROUP)
-            tl.store(out + token * HEAD_DIM + places, output.to(out.dtype.element_ty), mask=is_inside)
+            tl.store(out + token * HEAD_DIM + places, output.to(out.dtype.element_ty), mask=is_member[:, None])
             if WRITES_LSE:
                 tl.store(lse + token + heads, (greatest + tl.log2(denominator)) * LN_2, mask=is_member)
         else:
             place = (program * 2 + (block == 0).to(tl.int32)) * GROUP + members
             partial = partial_outs + place[:, None] * HEAD_DIM + elements[None, :]
-            tl.store(partial, output / denominator[:, None], mask=is_inside)
+            tl.store(partial, output / denominator[:, None], mask=is_member[:, None])
             tl.store(partial_lses + place, greatest + tl.log2(denominator), mask=is_member)
         unit += count
         if unit == (seq_start + num_blocks) * NUM_KV_HEADS:
