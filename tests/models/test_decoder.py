@@ -6,8 +6,14 @@ from typing import Any
 import pytest
 import torch
 from doubles_models import TINY, PagedSequence, edit_config, load_folder, make_oracle, save_with_noise
+from doubles_runner import single_plan
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from aserve.config import EngineConfig
+from aserve.kernels.operators import Operators
+from aserve.model_files import ModelFiles
+from aserve.runner.build import build_runner
 
 NUM_TOKENS = 40
 CHUNKS = (1, 7, 20, 1, 1, 1, 9)  # sums to NUM_TOKENS
@@ -200,6 +206,32 @@ def test_text_part_of_a_model_with_vision(prefix: str, tmp_path: Path, token_ids
     torch.testing.assert_close(
         logits_in_chunks(tmp_path, token_ids), reference_logits(oracle, token_ids), rtol=0, atol=TOLERANCE
     )
+
+
+@pytest.mark.parametrize("case", ["phi3, rotating in part", "phi3, long factors", "gemma2, tight caps", "gemma3"])
+def test_tokens_of_a_runner_equal_transformers(case: str, tmp_path: Path, token_ids: list[int]) -> None:
+    """With the operators and the attention that a CPU gets."""
+    oracle = make_oracle(*CASES[case], tmp_path)
+    config = EngineConfig(device="cpu", dtype="float32", num_threads=1, max_num_batched_tokens=64)
+    runner = build_runner(config, ModelFiles(tmp_path, "safetensors", "tiny"), frozenset())
+    for length in range(20, 40, 3):
+        best = reference_logits(oracle, token_ids[:length])[-1].topk(2)
+        assert best.values[0] - best.values[1] > 1e-3, "rounding could decide"
+        tokens = runner.launch(single_plan(token_ids[:length], page_size=16)).result(timeout=20)
+        assert list(tokens.token_ids) == [int(best.indices[0])]
+    runner.close()
+
+
+@torch.inference_mode()
+def test_norms_with_an_offset_round_as_in_transformers(tmp_path: Path) -> None:
+    """The weights are small: their sums with 1 would lose most of their digits in bfloat16."""
+    oracle = make_oracle("gemma2", GEMMA, tmp_path).bfloat16()
+    oracle.model.norm.weight.mul_(0.01)
+    oracle.save_pretrained(tmp_path)
+    model = load_folder(tmp_path, dtype=torch.bfloat16)
+    (weight,) = (layer.tensors["weight"] for layer in model.weighted_layers() if layer.name == "model.norm")
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
+    assert torch.equal(Operators().rms_norm(x, weight, 1e-6), oracle.model.norm(x))
 
 
 @torch.inference_mode()
