@@ -15,3 +15,8 @@ class Limits:
     page_size: int  # tokens per page
     max_num_chunks: int | None = None  # prefill chunks of one step; None = as many as there are rows
     context_cost: float = 0.0  # cost of attending to one earlier token, in units of one token's linear layers
+
+    def __str__(self) -> str:
+        pages = f"{self.num_pages} pages of {self.page_size} tokens"
+        steps = f"{self.max_num_batched_tokens} tokens a step"
+        return f"{self.max_num_seqs} sequences of at most {self.max_model_len} tokens, {steps}, {pages}"
