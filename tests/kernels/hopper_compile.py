@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 import torch
+from doubles_hopper import HopperDriver
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -17,19 +17,6 @@ from aserve.kernels.gpu import gate_mul, norm, rope_store
 from aserve.kernels.gpu.compile_count import CompileCounter
 from aserve.kernels.gpu.small_linear import NormBefore, SmallLinear, apply_small_linear
 from aserve.kernels.operators import HeadLayout, HeadNorms, KVTarget
-
-
-class HopperDriver:
-    """What Triton asks of a driver before it compiles."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

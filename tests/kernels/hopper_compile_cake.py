@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
+from doubles_hopper import HopperDriver
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -20,19 +20,6 @@ from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
 
 CPU = torch.device("cpu")
 GROUP = 4
-
-
-class HopperDriver:
-    """What Triton asks of a driver before it compiles."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

@@ -1,13 +1,10 @@
 """What the compiler makes of the cake family for a Hopper GPU, for which none is needed."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles_hopper import compile_by
 
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS
 
@@ -17,13 +14,7 @@ RESERVED_BYTES = 1 << 10  # for each thread block
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    script = Path(__file__).with_name("hopper_compile_cake.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, cwd=Path.cwd(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return compile_by(Path(__file__).with_name("hopper_compile_cake.py"), tmp_path_factory.mktemp("triton"))
 
 
 def test_every_variant_compiles_into_its_kernels(reports: list[dict[str, Any]]) -> None:

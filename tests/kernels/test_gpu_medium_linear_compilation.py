@@ -1,13 +1,10 @@
 """What the compiler makes of the medium linear layers for a Hopper GPU, for which none is needed."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles_hopper import compile_by
 
 NUM_TWICE = 6  # kernels of two layers for two numbers of tokens
 SHARED_BYTES = 227 << 10
@@ -16,13 +13,7 @@ REGISTERS = 1 << 16
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    script = Path(__file__).with_name("hopper_compile_medium_linear.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, cwd=Path.cwd(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return compile_by(Path(__file__).with_name("hopper_compile_medium_linear.py"), tmp_path_factory.mktemp("triton"))
 
 
 @pytest.fixture

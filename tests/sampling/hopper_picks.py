@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
+from doubles_hopper import HopperDriver
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -16,19 +16,6 @@ from aserve.sampling.draw import FilterValues
 from aserve.sampling.gpu.token_picker import PoolTarget, TokenPicker
 
 VOCAB = 151_936
-
-
-class HopperDriver:
-    """What Triton asks of a driver before it compiles."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

@@ -1,13 +1,10 @@
 """What the compiler makes of the sampling kernels for a Hopper GPU, for which none is needed."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles_hopper import compile_by
 
 LAUNCHES = ["sum_blocks", "pick_tokens", "sum_blocks", "find_limits", "sum_kept", "pick_tokens", "sum_blocks"]
 LAUNCHES += ["pick_tokens"]
@@ -15,13 +12,7 @@ LAUNCHES += ["pick_tokens"]
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    script = Path(__file__).with_name("hopper_picks.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, cwd=Path.cwd(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return compile_by(Path(__file__).with_name("hopper_picks.py"), tmp_path_factory.mktemp("triton"))
 
 
 def test_batches_of_any_size_and_alignment_share_what_is_compiled(reports: list[dict[str, Any]]) -> None:
