@@ -221,6 +221,21 @@ class AttentionBackend(ABC):
         """
 
 
+def refuse_device(problem: AttentionProblem, min_capability: tuple[int, int] = (0, 0)) -> str | None:
+    """Say why kernels for CUDA devices of ``min_capability`` and more cannot serve ``problem``."""
+    if problem.device_type != "cuda":
+        return f"it runs on a CUDA device only, not on {problem.device_type}"
+    if problem.capability < min_capability:
+        least, found = capability_name(min_capability), capability_name(problem.capability)
+        return f"it needs a GPU of compute capability {least} or more, not {found}"
+    return None
+
+
+def capability_name(capability: tuple[int, int]) -> str:
+    """'9.0' for (9, 0)."""
+    return f"{capability[0]}.{capability[1]}"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """'bfloat16' for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")

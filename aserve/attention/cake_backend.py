@@ -17,6 +17,7 @@ from aserve.attention.base import (
     LseBase,
     Phase,
     StepTables,
+    refuse_device,
 )
 from aserve.kernels.cake.decode_call import MAX_PAGE_SIZE, DecodeBatch, DecodeCall, KVPages, ScoreRules
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
@@ -57,12 +58,8 @@ class CakeBackend(AttentionBackend):
 
     @classmethod
     def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
-        if problem.device_type != "cuda":
-            return f"it runs on a CUDA device only, not on {problem.device_type}"
-        if problem.capability < MIN_CAPABILITY:
-            return (
-                f"it needs a GPU of compute capability 8.0 or more, not {problem.capability[0]}.{problem.capability[1]}"
-            )
+        if reason := refuse_device(problem, MIN_CAPABILITY):
+            return reason
         if phase == "prefill":
             return "it has kernels for decodes only"
         if problem.page_size > MAX_PAGE_SIZE:

@@ -17,6 +17,7 @@ from aserve.attention.base import (
     Phase,
     StepTables,
     dtype_name,
+    refuse_device,
 )
 from aserve.attention.block_tables import BlockTablePool, BlockTables
 from aserve.attention.flash_attention_flavours import FlashAttentionFlavour, RaggedCall, choose_flavour
@@ -64,8 +65,8 @@ class FlashAttentionBackend(AttentionBackend):
 
     @classmethod
     def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
-        if problem.device_type != "cuda":
-            return f"it runs on a CUDA device only, not on {problem.device_type}"
+        if reason := refuse_device(problem):
+            return reason
         if problem.dtype not in DTYPES:
             return f"it computes in float16 and bfloat16, not in {dtype_name(problem.dtype)}"
         if problem.kv_dtype != problem.dtype:

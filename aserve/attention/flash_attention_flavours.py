@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from aserve.attention.base import AttentionProblem, AttentionSpec, LayerKV, Phase
+from aserve.attention.base import AttentionProblem, AttentionSpec, LayerKV, Phase, capability_name
 from aserve.attention.installed import has_flash_attention
 from aserve.errors import ConfigError
 
@@ -71,7 +71,9 @@ class FlashAttention4(FlashAttentionFlavour):
     def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
         major = problem.capability[0]
         if major not in (9, 10, 11):
-            return f"flash-attn-4 reads no paged keys on a GPU of compute capability {_capability(problem)}"
+            return (
+                f"flash-attn-4 reads no paged keys on a GPU of compute capability {capability_name(problem.capability)}"
+            )
         for head_dim in {kind.head_dim for kind in problem.kinds}:
             if head_dim % 8 or head_dim > 256 or (major > 9 and 128 < head_dim < 256):
                 return f"flash-attn-4 does not know head_dim {head_dim} on this GPU"
@@ -112,7 +114,7 @@ class FlashAttention3(FlashAttentionFlavour):
     @classmethod
     def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
         if problem.capability[0] != 9:
-            return f"flash-attn 3 is for Hopper, not for compute capability {_capability(problem)}"
+            return f"flash-attn 3 is for Hopper, not for compute capability {capability_name(problem.capability)}"
         return _refuse_common(cls.name, problem)
 
     def attend(self, call: RaggedCall) -> Tensor | None:
@@ -143,7 +145,7 @@ class FlashAttention2(FlashAttentionFlavour):
     @classmethod
     def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
         if problem.capability < (8, 0):
-            return f"flash-attn 2 needs compute capability 8.0 or more, not {_capability(problem)}"
+            return f"flash-attn 2 needs compute capability 8.0 or more, not {capability_name(problem.capability)}"
         if problem.page_size % 256:
             return f"flash-attn 2 needs a page_size that is a multiple of 256, not {problem.page_size}"
         return _refuse_common(cls.name, problem)
@@ -191,7 +193,3 @@ def _refuse_common(name: str, problem: AttentionProblem) -> str | None:
         if head_dim % 8 or head_dim > 256:
             return f"{name} knows head_dim up to 256 in steps of 8, not {head_dim}"
     return None
-
-
-def _capability(problem: AttentionProblem) -> str:
-    return f"{problem.capability[0]}.{problem.capability[1]}"

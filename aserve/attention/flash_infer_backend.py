@@ -24,12 +24,14 @@ from aserve.attention.base import (
     StepLens,
     StepTables,
     dtype_name,
+    refuse_device,
 )
 from aserve.attention.flash_infer_kernels import Call, load_kernel
 from aserve.attention.flash_infer_planner import KernelLoader, Section, SectionPlanner
 from aserve.attention.page_lists import PageLists, fill_page_lists, scale_rows
 from aserve.attention.staging_ring import StagingRing
 
+MIN_CAPABILITY = (8, 0)
 HEAD_DIMS = (64, 128, 256)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -79,12 +81,8 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
-        if problem.device_type != "cuda":
-            return f"it runs on a CUDA device only, not on {problem.device_type}"
-        if problem.capability < (8, 0):
-            return (
-                f"it needs a GPU of compute capability 8.0 or more, not {problem.capability[0]}.{problem.capability[1]}"
-            )
+        if reason := refuse_device(problem, MIN_CAPABILITY):
+            return reason
         if problem.dtype not in QUERY_DTYPES:
             return f"it computes in float16 and bfloat16, not in {dtype_name(problem.dtype)}"
         if problem.kv_dtype not in (problem.dtype, torch.float8_e4m3fn):

@@ -19,7 +19,9 @@ from aserve.attention.base import (
     LseBase,
     Phase,
     StepTables,
+    capability_name,
     dtype_name,
+    refuse_device,
 )
 from aserve.attention.block_tables import BlockTablePool, BlockTables
 from aserve.attention.hybrid import slice_batch
@@ -81,8 +83,8 @@ class TrtllmBackend(AttentionBackend):
 
     @classmethod
     def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
-        if problem.device_type != "cuda":
-            return f"it runs on a CUDA device only, not on {problem.device_type}"
+        if reason := refuse_device(problem):
+            return reason
         if problem.dtype not in DTYPES:
             return f"it computes in float16 and bfloat16, not in {dtype_name(problem.dtype)}"
         if problem.kv_dtype != problem.dtype:
@@ -91,7 +93,7 @@ class TrtllmBackend(AttentionBackend):
             return "it does not cap scores"
         is_full = problem.capability in FULL_CAPABILITIES
         if not is_full and problem.capability not in DECODE_CAPABILITIES:
-            return f"it has no kernels for compute capability {problem.capability[0]}.{problem.capability[1]}"
+            return f"it has no kernels for compute capability {capability_name(problem.capability)}"
         if not is_full and phase == "prefill":
             return "on this GPU only its decode kernel, XQA, runs"
         page_sizes = FULL_PAGE_SIZES if is_full else XQA_PAGE_SIZES

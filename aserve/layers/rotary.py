@@ -62,6 +62,10 @@ class RopeConfig:
         """Return how many channels of a head are rotated."""
         return int(head_dim * self.partial_rotary_factor)
 
+    def takes_long_factors(self, max_positions: int) -> bool:
+        """Whether longrope's long factors serve an engine whose sequences have at most ``max_positions`` tokens."""
+        return max_positions > self.original_context_len
+
     def check(self, head_dim: int) -> None:
         """Raise ConfigError unless heads of ``head_dim`` channels can be rotated so."""
         rotary_dim = self.rotary_dim(head_dim)
@@ -151,8 +155,8 @@ def _scaled_frequencies(config: RopeConfig, rotary_dim: int, positions: Tensor) 
         case "yarn":
             return _yarn_frequencies(config, frequencies)
         case "longrope":
-            is_long = len(positions) > config.original_context_len
-            return 1.0 / (torch.tensor(config.long_factors if is_long else config.short_factors) * powers)
+            factors = config.long_factors if config.takes_long_factors(len(positions)) else config.short_factors
+            return 1.0 / (torch.tensor(factors) * powers)
 
 
 def _dynamic_bases(config: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:

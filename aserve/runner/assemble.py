@@ -93,6 +93,6 @@ def _fit(model: Decoder, max_model_len: int) -> None:
     model.fit(max_model_len)
     rope = model.config.rope
     if rope.scaling == "longrope":
-        original_len = rope.original_context_len
-        kind, comparison = ("long", "above") if max_model_len > original_len else ("short", "within")
-        log_choice("rope_factors", kind, f"max_model_len is {comparison} the model's original {original_len} tokens")
+        kind, comparison = ("long", "above") if rope.takes_long_factors(max_model_len) else ("short", "within")
+        reason = f"max_model_len is {comparison} the model's original {rope.original_context_len} tokens"
+        log_choice("rope_factors", kind, reason)

@@ -9,14 +9,14 @@ kind of token, the unlikely one. The figure is the root of the mean square over 
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from doubles_attention_gpu import usable_settings
-from doubles_demo_engine import DEVICE, MakeEngine, complete_all, demo_engines, settled_stats
+from doubles_demo_engine import DEVICE, MakeEngine, complete_all, settled_stats
 from doubles_models import read_demo_in_transformers
 from reference.margins import read_reference
 from torch import Tensor
@@ -77,12 +77,6 @@ class Errors:
 def rms(errors: Sequence[float]) -> float:
     """Return the root of the mean square."""
     return math.sqrt(sum(error * error for error in errors) / len(errors))
-
-
-@pytest.fixture(scope="module")
-def make_engine(demo_files: ModelFiles) -> Iterator[MakeEngine]:
-    with demo_engines(demo_files) as make:
-        yield make
 
 
 @pytest.fixture(scope="module")

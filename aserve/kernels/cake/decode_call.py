@@ -1,6 +1,7 @@
 """What every paged decode kernel of the family is called with, and the checks that they share."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -76,6 +77,23 @@ class DecodeCall:
             raise ValueError(f"rows, key_lens: must be of {num_seqs} sequences, as q is")
         if self.batch.page_table.stride(1) != 1:
             raise ValueError("page_table: entries of a row must be dense")
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What every kernel is compiled for, by the names of its parameters."""
+        page_stride, token_stride, head_stride, _ = self.pages.keys.stride()
+        return {
+            "GROUP": self.group,
+            "HEAD_DIM": self.q.shape[2],
+            "Q_STRIDE": self.q.stride(0),
+            "PAGE_STRIDE": page_stride,
+            "TOKEN_STRIDE": token_stride,
+            "HEAD_STRIDE": head_stride,
+            "PAGE_SIZE": self.batch.page_size,
+            "HAS_SOFTCAP": self.rules.softcap is not None,
+            "HAS_SINKS": self.rules.sinks is not None,
+            "WRITES_LSE": self.lse is not None,
+        }
 
     @property
     def num_kv_heads(self) -> int:

@@ -17,7 +17,6 @@ def run_plain_decode(call: DecodeCall) -> None:
     """Enqueue the kernel."""
     num_seqs, num_heads, head_dim = call.q.shape
     rules, pages, batch = call.rules, call.pages, call.batch
-    page_stride, token_stride, head_stride, _ = pages.keys.stride()
     _plain_decode[(num_seqs, num_heads)](
         call.q,
         call.out,
@@ -33,16 +32,7 @@ def run_plain_decode(call: DecodeCall) -> None:
         rules.scale * pages.key_scale,
         rules.softcap or 1.0,
         pages.value_scale,
-        GROUP=call.group,
-        HEAD_DIM=head_dim,
-        Q_STRIDE=call.q.stride(0),
-        PAGE_STRIDE=page_stride,
-        TOKEN_STRIDE=token_stride,
-        HEAD_STRIDE=head_stride,
-        PAGE_SIZE=batch.page_size,
-        HAS_SOFTCAP=rules.softcap is not None,
-        HAS_SINKS=rules.sinks is not None,
-        WRITES_LSE=call.lse is not None,
+        **call.constants,
         WIDTH=triton.next_power_of_2(head_dim),
         BLOCK_LEN=BLOCK_LEN,
         num_warps=4,

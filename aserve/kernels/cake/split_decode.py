@@ -53,7 +53,6 @@ def run_split_decode(call: DecodeCall, launch: SplitLaunch, schedule: DecodeSche
     rules, pages, batch = call.rules, call.pages, call.batch
     lse = partials.lses if call.lse is None else call.lse
     sinks = partials.lses if rules.sinks is None else rules.sinks
-    page_stride, token_stride, head_stride, _ = pages.keys.stride()
     split_decode[(num_programs,)](
         call.q,
         call.out,
@@ -75,16 +74,7 @@ def run_split_decode(call: DecodeCall, launch: SplitLaunch, schedule: DecodeSche
         rules.softcap or 1.0,
         pages.value_scale,
         NUM_KV_HEADS=call.num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        Q_STRIDE=call.q.stride(0),
-        PAGE_STRIDE=page_stride,
-        TOKEN_STRIDE=token_stride,
-        HEAD_STRIDE=head_stride,
-        PAGE_SIZE=batch.page_size,
-        HAS_SOFTCAP=rules.softcap is not None,
-        HAS_SINKS=rules.sinks is not None,
-        WRITES_LSE=call.lse is not None,
+        **call.constants,
         GROUP_TILE=max(MIN_GROUP_TILE, triton.next_power_of_2(group)),
         BLOCK_LEN=launch.block_len,
         MIN_UNITS=MIN_UNITS,
