@@ -25,8 +25,8 @@ class HopperDriver:
         return 0
 
 
-def compile_by(script: Path, cache: Path) -> list[dict[str, Any]]:
-    """Run ``script``, which must have a process where Triton does not interpret; return the lines it prints."""
+def compile_by(script: Path, cache: Path) -> list[Any]:
+    """Run ``script``, which must have a process where Triton does not interpret; return the JSON lines it prints."""
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)

@@ -1,14 +1,12 @@
 """The kernels around FlashInfer's lists of pages, against lists made in Python."""
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from doubles_attention import CapturedCase, make_case, make_spec
+from doubles_hopper import compile_by
 
 from aserve.attention.base import CaptureShape, StepTables
 from aserve.attention.page_lists import PageLists, fill_page_lists, scale_rows
@@ -106,12 +104,7 @@ def test_only_the_rows_of_the_section_are_scaled(dtype: torch.dtype) -> None:
     assert torch.equal(output[7:], expected[7:])
 
 
-def test_no_size_or_place_of_the_tables_compiles_another_kernel() -> None:
+def test_no_size_or_place_of_the_tables_compiles_another_kernel(tmp_path: Path) -> None:
     """For a Hopper GPU, for which none is needed: decodes, captured chunks and eager chunks."""
-    script = Path(__file__).with_name("hopper_compile.py")
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join((str(script.parents[1]), "."))}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False, cwd=Path.cwd()
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert sorted(done.stdout.split()) == ["_fill_page_lists"] * 3 + ["_scale_rows"]
+    compiled = compile_by(Path(__file__).with_name("hopper_compile.py"), tmp_path)
+    assert sorted(compiled) == ["_fill_page_lists"] * 3 + ["_scale_rows"]
