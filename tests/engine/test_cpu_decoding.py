@@ -23,7 +23,7 @@ MIN_RATE = 0.95  # of auto, against the faster of the types it chooses from
 MAX_LAG_S = 0.1
 OTHER_DTYPE = {"float32": "bfloat16", "bfloat16": "float32"}
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

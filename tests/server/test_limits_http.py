@@ -77,6 +77,7 @@ async def measure(live: Live, path: str, body: bytes, times: list[float]) -> Dis
     return Disturbance(live.loop_lag.quantile(1), max(gaps, default=0), seconds)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", HUGE)
 @in_loop
 async def test_huge_work_is_refused_while_others_are_served(name: str) -> None:

@@ -114,6 +114,7 @@ async def measure(live: Live, payload: bytes, times: list[float]) -> Disturbance
     return Disturbance(live.loop_lag.quantile(1), max(gaps, default=0), seconds)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", HUGE)
 @in_loop
 async def test_a_huge_frame_is_refused_while_others_are_served(name: str) -> None:

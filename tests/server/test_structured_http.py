@@ -172,11 +172,13 @@ async def compile_while_others_are_served(number: int) -> None:
     assert cpu_s() - before_s < 0.25  # nothing goes on compiling
 
 
+@pytest.mark.alone
 @in_loop
 async def test_slow_grammars_hold_up_nobody() -> None:
     await compile_while_others_are_served(3)
 
 
+@pytest.mark.alone
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_twenty_slow_grammars_hold_up_nobody() -> None:

@@ -102,6 +102,7 @@ def test_a_chat_of_many_parts(demo_tokenizer: Tokenizer) -> None:
     assert many == first + both[len(first) :] * 2000
 
 
+@pytest.mark.alone
 def test_prompts_that_are_certainly_too_long_are_refused_before_the_work(demo_tokenizer: Tokenizer) -> None:
     huge = "word " * 1_000_000
     start = time.perf_counter()
@@ -158,6 +159,7 @@ def test_many_threads_at_once(demo_tokenizer: Tokenizer) -> None:
         assert list(pool.map(work, texts)) == [work(text) for text in texts]
 
 
+@pytest.mark.alone
 def test_encoding_a_long_text_lets_other_threads_run(demo_tokenizer: Tokenizer) -> None:
     text = "The quick brown fox jumps over the lazy dog. " * 40_000
     gaps: list[float] = []
