@@ -36,6 +36,7 @@ PREFERENCES = {  # what "auto" tries, best first, by the device's type or, on CU
     "cuda 10.0": ("trtllm", "fi", "torch"),
     "cuda 10.3": ("trtllm", "fi", "torch"),
 }
+SINK_PREFERENCES = ("fa,cake", "torch,cake")  # on CUDA, for layers with sinks, before "torch", which comes last
 PAGE_SIZES = (16, 32, 64, 128, 256)  # tried in this order if the size is free
 
 
@@ -151,7 +152,10 @@ def _choose(problem: AttentionProblem, device: torch.device) -> AttentionBackend
 
 def preferences(problem: AttentionProblem) -> tuple[str, ...]:
     """Return what "auto" tries for ``problem``, best first."""
-    return PREFERENCES.get(_describe(problem), PREFERENCES[problem.device_type])
+    usual = PREFERENCES.get(_describe(problem), PREFERENCES[problem.device_type])
+    if problem.device_type == "cuda" and any(kind.has_sinks for kind in problem.kinds):
+        return (*usual[:-1], *SINK_PREFERENCES, usual[-1])
+    return usual
 
 
 def _describe(problem: AttentionProblem) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from doubles_attention import make_problem
 
 from aserve.attention import flash_attention_flavours, registry
 from aserve.attention.base import AttentionBackend, AttentionKind, AttentionProblem, AttentionSpec, KVOrder, Phase
+from aserve.attention.cake_backend import CakeBackend
 from aserve.attention.flash_attention_backend import FlashAttentionBackend
 from aserve.attention.flash_infer_backend import FlashInferBackend
 from aserve.attention.hybrid import HybridBackend
@@ -204,6 +206,12 @@ def on_gpu(capability: tuple[int, int], **change: Any) -> AttentionProblem:
     return dataclasses.replace(problem, capability=capability, **change)
 
 
+PLAYED_ENTRIES = {
+    "fi": Entry("aserve.attention.flash_infer_backend:FlashInferBackend"),
+    "fa": Entry("aserve.attention.flash_attention_backend:FlashAttentionBackend"),
+    "trtllm": Entry("aserve.attention.trtllm_backend:TrtllmBackend"),
+    "cake": Entry("aserve.attention.cake_backend:CakeBackend"),
+}
 GPU_CHOICES = [
     ((9, 0), {"fi", "fa", "trtllm"}, "fa,fi"),
     ((9, 0), {"fi", "trtllm"}, "fi"),
@@ -214,6 +222,33 @@ GPU_CHOICES = [
     ((12, 0), {"fi", "fa", "trtllm"}, "fi"),
     ((9, 0), set(), "torch"),
 ]
+SINK_CHOICES = [  # for a model whose layers have sinks
+    ((9, 0), {"fi", "fa", "trtllm", "cake"}, "fa,cake"),
+    ((9, 0), {"fi", "trtllm", "cake"}, "torch,cake"),
+    ((9, 0), {"fi", "fa", "trtllm"}, "torch"),
+    ((10, 0), {"fi", "fa", "trtllm", "cake"}, "trtllm"),
+    ((10, 0), {"fa", "cake"}, "fa,cake"),
+    ((8, 0), {"fi", "fa", "trtllm", "cake"}, "torch,cake"),
+    ((7, 5), {"fi", "fa", "trtllm", "cake"}, "torch"),
+]
+
+
+@pytest.fixture
+def played_backends(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[str]], None]:
+    """Return what makes a table of the real refusals, with flash-attn-4 as the flavour; only building is played."""
+    monkeypatch.setattr(flash_attention_flavours, "has_flash_attention", lambda flavour: flavour == "flash-attn-4")
+
+    def install(installed: set[str]) -> None:
+        entries = {
+            name: Entry(entry.target, lambda name=name: None if name in installed else f"{name} is not installed")
+            for name, entry in PLAYED_ENTRIES.items()
+        }
+        entries["torch"] = Entry("aserve.attention.torch_backend:TorchBackend")
+        monkeypatch.setattr(registry, "BACKENDS", Registry("attention backend", entries))
+
+    for backend in (FlashInferBackend, FlashAttentionBackend, TrtllmBackend, CakeBackend):
+        monkeypatch.setattr(backend, "__init__", AttentionBackend.__init__)
+    return install
 
 
 @pytest.mark.parametrize(("capability", "installed", "expected"), GPU_CHOICES)
@@ -221,26 +256,33 @@ def test_auto_on_a_gpu(
     capability: tuple[int, int],
     installed: set[str],
     expected: str,
-    monkeypatch: pytest.MonkeyPatch,
+    played_backends: Callable[[set[str]], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The real refusals, with flash-attn-4 as the flavour; only the building of backends is played."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(flash_attention_flavours, "has_flash_attention", lambda flavour: flavour == "flash-attn-4")
-    entries = {
-        name: Entry(target, lambda name=name: None if name in installed | {"torch"} else f"{name} is not installed")
-        for name, target in {
-            "torch": "aserve.attention.torch_backend:TorchBackend",
-            "fi": "aserve.attention.flash_infer_backend:FlashInferBackend",
-            "fa": "aserve.attention.flash_attention_backend:FlashAttentionBackend",
-            "trtllm": "aserve.attention.trtllm_backend:TrtllmBackend",
-        }.items()
-    }
-    monkeypatch.setattr(registry, "BACKENDS", Registry("attention backend", entries))
-    for backend in (FlashInferBackend, FlashAttentionBackend, TrtllmBackend):
-        monkeypatch.setattr(backend, "__init__", AttentionBackend.__init__)
-    assert resolve_backend("auto", on_gpu(capability), torch.device("cpu")).name == expected
+    played_backends(installed)
+    assert resolve_backend("auto", on_gpu(capability), CPU).name == expected
     assert f"attention_backend={expected} (" in caplog.text
+
+
+@pytest.mark.parametrize(("capability", "installed", "expected"), SINK_CHOICES)
+def test_auto_for_layers_with_sinks(
+    capability: tuple[int, int],
+    installed: set[str],
+    expected: str,
+    played_backends: Callable[[set[str]], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As gpt-oss has them: every other layer with a window besides."""
+    caplog.set_level(logging.INFO)
+    played_backends(installed)
+    kind = AttentionKind(64, 8, 64, 0.125, has_sinks=True)
+    problem = on_gpu(capability, kinds=(kind, dataclasses.replace(kind, sliding_window=128)))
+    assert resolve_backend("auto", problem, CPU).name == expected
+    (choice,) = (record.getMessage() for record in caplog.records if "attention_backend=" in record.getMessage())
+    assert choice.startswith(f"attention_backend={expected} (")
+    if "fi" in installed and expected != "trtllm":
+        assert ("no attention sinks" if capability >= (8, 0) else "compute capability 8.0 or more") in choice
 
 
 def test_what_flash_attention_4_cannot_do_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,14 +307,10 @@ def test_cake_is_the_half_of_a_pair_that_decodes(monkeypatch: pytest.MonkeyPatch
         resolve_backend("cake", on_gpu((9, 0)), CPU)
     with pytest.raises(ConfigError, match=r"'cake' cannot serve this model: it has kernels for decodes only"):
         resolve_backend("cake,torch", on_gpu((9, 0)), CPU)
-    assert all("cake" not in setting.split(",") for settings in registry.PREFERENCES.values() for setting in settings)
+    assert all("cake" not in setting.split(",") for setting in registry.preferences(on_gpu((9, 0))))
 
 
-HOPPER_ENTRIES = {
-    "fi": Entry("aserve.attention.flash_infer_backend:FlashInferBackend"),
-    "fa": Entry("aserve.attention.flash_attention_backend:FlashAttentionBackend"),
-    "trtllm": Entry("aserve.attention.trtllm_backend:TrtllmBackend"),
-}
+HOPPER_ENTRIES = {name: PLAYED_ENTRIES[name] for name in ("fi", "fa", "trtllm")}
 
 
 def test_flash_attention_2_has_pages_of_256(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
