@@ -21,9 +21,9 @@ from aserve.attention.base import (
 )
 from aserve.kernels.cake.decode_call import MAX_PAGE_SIZE, DecodeBatch, DecodeCall, KVPages, ScoreRules
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
-from aserve.kernels.cake.decode_variants import DecodeVariant
+from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
 from aserve.kernels.cake.plain_decode import run_plain_decode
-from aserve.kernels.cake.select_decode import DecodeProblem, select_decode
+from aserve.kernels.cake.select_variant import VariantProblem, select_variant
 from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class CakeBackend(AttentionBackend):
         if problem.page_size > MAX_PAGE_SIZE:
             return f"it knows page_size up to {MAX_PAGE_SIZE}, not {problem.page_size}"
         for kind in problem.kinds:
-            choice = select_decode(_decode_problem(problem, kind))
+            choice = select_variant(_variant_problem(problem, kind), DECODE_VARIANTS)
             if choice.variant is None:
                 return list(choice.refusals.values())[-1]  # of the one that serves most
         return None
@@ -167,14 +167,14 @@ class CakeBackend(AttentionBackend):
         return num_sms * variant.launch.programs_per_sm
 
 
-def _decode_problem(problem: AttentionProblem, kind: AttentionKind) -> DecodeProblem:
+def _variant_problem(problem: AttentionProblem, kind: AttentionKind) -> VariantProblem:
     """Every layer may be asked for its log-sum-exp."""
     group = kind.num_heads // kind.num_kv_heads
-    return DecodeProblem(problem.dtype, problem.kv_dtype, kind.head_dim, group, problem.capability, return_lse=True)
+    return VariantProblem(problem.dtype, problem.kv_dtype, kind.head_dim, group, problem.capability, return_lse=True)
 
 
 def _choose(problem: AttentionProblem, kind: AttentionKind) -> DecodeVariant:
-    choice = select_decode(_decode_problem(problem, kind))
+    choice = select_variant(_variant_problem(problem, kind), DECODE_VARIANTS)
     if choice.variant is None:
         raise ValueError(f"cake: no variant serves {kind}: {choice.refusals}")
     passed_over = "; ".join(f"{name}: {reason}" for name, reason in choice.refusals.items())

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
-from aserve.kernels.cake.select_decode import DecodeProblem, refuse_decode, select_decode
+from aserve.kernels.cake.select_variant import VariantProblem, refuse_variant, select_variant
 
 HALF, BF16, FP32, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
-USUAL = DecodeProblem(BF16, BF16, 128, 4, (9, 0))
+USUAL = VariantProblem(BF16, BF16, 128, 4, (9, 0))
 
 CHOICES: list[tuple[dict[str, Any], str | None]] = [
     ({}, "decode-16-d128"),
@@ -36,7 +36,7 @@ CHOICES: list[tuple[dict[str, Any], str | None]] = [
 
 @pytest.mark.parametrize(("change", "expected"), CHOICES)
 def test_choices(change: dict[str, Any], expected: str | None) -> None:
-    choice = select_decode(dataclasses.replace(USUAL, **change))
+    choice = select_variant(dataclasses.replace(USUAL, **change), DECODE_VARIANTS)
     assert (choice.variant and choice.variant.name) == expected
     names = [variant.name for variant in DECODE_VARIANTS]
     skipped = names if expected is None else names[: names.index(expected)]
@@ -52,26 +52,26 @@ REASONS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "reason"), REASONS)
 def test_reasons(change: dict[str, Any], reason: str) -> None:
-    assert select_decode(dataclasses.replace(USUAL, **change)).refusals["decode-16-d128"] == reason
+    assert select_variant(dataclasses.replace(USUAL, **change), DECODE_VARIANTS).refusals["decode-16-d128"] == reason
 
 
 def test_reasons_of_the_compatibility_kernel() -> None:
     plain = DECODE_VARIANTS[-1]
     wide = dataclasses.replace(USUAL, head_dim=513)
-    assert refuse_decode(plain, wide) == "it knows head_dim 1 to 512, not 513"
+    assert refuse_variant(plain, wide) == "it knows head_dim 1 to 512, not 513"
     old = dataclasses.replace(USUAL, kv_dtype=FP8, capability=(8, 0))
-    assert refuse_decode(plain, old) == "float8_e4m3fn needs a GPU of compute capability 8.9 or more, not 8.0"
+    assert refuse_variant(plain, old) == "float8_e4m3fn needs a GPU of compute capability 8.9 or more, not 8.0"
 
 
 def test_a_row_that_writes_no_lse_is_passed_over_where_one_is_wanted() -> None:
     silent = DecodeVariant("silent", ((BF16, BF16),), (128,), 8, None, writes_lse=False)
     rows = (silent, *DECODE_VARIANTS)
-    assert select_decode(USUAL, rows).variant is silent
-    choice = select_decode(dataclasses.replace(USUAL, return_lse=True), rows)
+    assert select_variant(USUAL, rows).variant is silent
+    choice = select_variant(dataclasses.replace(USUAL, return_lse=True), rows)
     assert choice.variant is not None
     assert choice.variant.name == "decode-16-d128", "the next with the same flags"
     assert choice.refusals["silent"] == "it leaves no log-sum-exp"
-    alone = select_decode(dataclasses.replace(USUAL, return_lse=True), (silent, DECODE_VARIANTS[-1]))
+    alone = select_variant(dataclasses.replace(USUAL, return_lse=True), (silent, DECODE_VARIANTS[-1]))
     assert alone.variant is DECODE_VARIANTS[-1], "or the compatibility kernel"
 
 
@@ -80,9 +80,9 @@ def test_the_compatibility_kernel_serves_whatever_any_row_serves() -> None:
     assert plain.writes_lse
     for row, return_lse in itertools.product(others, (False, True)):
         for (dtype, kv_dtype), head_dim, group in itertools.product(row.dtypes, row.head_dims, (1, row.max_group)):
-            problem = DecodeProblem(dtype, kv_dtype, head_dim, group, (9, 0), return_lse)
-            assert refuse_decode(row, problem) is None
-            assert refuse_decode(plain, problem) is None
+            problem = VariantProblem(dtype, kv_dtype, head_dim, group, (9, 0), return_lse)
+            assert refuse_variant(row, problem) is None
+            assert refuse_variant(plain, problem) is None
 
 
 def test_names_are_unique() -> None:

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from aserve.kernels.cake.decode_call import DecodeCall
 from aserve.kernels.cake.decode_schedule import UNBOUNDED
+from aserve.kernels.cake.kv_blocks import find_offsets, load_block
 from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
 
 BLOCK_LEN = 32
@@ -82,18 +83,17 @@ def _plain_decode(
     while base < key_len:
         positions = base + tl.arange(0, BLOCK_LEN)
         is_key = positions < key_len
-        pages = tl.load(table_row + positions // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
-        offsets = pages * PAGE_STRIDE + (positions % PAGE_SIZE) * TOKEN_STRIDE + (head // GROUP) * HEAD_STRIDE
-        offsets = offsets[:, None] + elements[None, :]
-        is_inside = is_key[:, None] & is_element[None, :]
-        block_keys = tl.load(keys + offsets, mask=is_inside, other=0.0).to(tl.float32)
+        offsets = find_offsets(
+            table_row, positions, is_key, head // GROUP, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE
+        )
+        block_keys = load_block(keys, offsets, is_key, HEAD_DIM, WIDTH, tl.float32)
         scores = scale_scores(tl.sum(block_keys * query[None, :], 1), scale, softcap, HAS_SOFTCAP)
         scores = tl.where(is_key, scores, float("-inf"))
         new_greatest = tl.maximum(greatest, tl.max(scores, 0))
         kept = tl.exp2(greatest - new_greatest)
         weights = tl.exp2(scores - new_greatest)
         denominator = denominator * kept + tl.sum(weights, 0)
-        block_values = tl.load(values + offsets, mask=is_inside, other=0.0).to(tl.float32)
+        block_values = load_block(values, offsets, is_key, HEAD_DIM, WIDTH, tl.float32)
         output = output * kept + tl.sum(block_values * weights[:, None], 0)
         greatest = new_greatest
         base += BLOCK_LEN

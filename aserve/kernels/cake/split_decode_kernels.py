@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from aserve.kernels.cake.decode_schedule import find_first_unit, find_owner
+from aserve.kernels.cake.kv_blocks import find_offsets, load_block
 from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
 
 MAX_FLOAT16 = tl.constexpr(65504.0)
@@ -96,11 +97,10 @@ def split_decode(
         for i in range(0, count):
             positions = first + i * BLOCK_LEN + tl.arange(0, BLOCK_LEN)
             is_key = positions < key_len
-            pages = tl.load(table_row + positions // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
-            offsets = pages * PAGE_STRIDE + (positions % PAGE_SIZE) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
-            offsets = offsets[:, None] + elements[None, :]
-            # What no key of the sequence fills may be NaN: it is not read, not even to be given no weight.
-            block_keys = tl.load(keys + offsets, mask=is_key[:, None], other=0.0).to(FACTOR)
+            offsets = find_offsets(
+                table_row, positions, is_key, kv_head, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE
+            )
+            block_keys = load_block(keys, offsets, is_key, HEAD_DIM, HEAD_DIM, FACTOR)
             products = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
             scores = scale_scores(products, scale, softcap, HAS_SOFTCAP)
             scores = tl.where(is_key[None, :], scores, float("-inf"))
@@ -108,7 +108,7 @@ def split_decode(
             kept = tl.exp2(greatest - new_greatest)
             weights = tl.exp2(scores - new_greatest[:, None])
             denominator = denominator * kept + tl.sum(weights, 1)
-            block_values = tl.load(values + offsets, mask=is_key[:, None], other=0.0).to(FACTOR)
+            block_values = load_block(values, offsets, is_key, HEAD_DIM, HEAD_DIM, FACTOR)
             output = tl.dot(weights.to(FACTOR), block_values, output * kept[:, None], input_precision="ieee")
             greatest = new_greatest
 

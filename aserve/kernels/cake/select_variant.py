@@ -1,16 +1,42 @@
-"""From what a model asks to the variant that serves it, and why the faster ones do not."""
+"""From what a model asks to the variant of a kernel that serves it, and why the faster ones do not."""
 
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
-
-from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
 
 FP8_CAPABILITY = (8, 9)  # the least that converts e4m3
 
 
+class Variant(Protocol):
+    """What rows of all tables say."""
+
+    @property
+    def name(self) -> str:
+        """Unique in its table."""
+
+    @property
+    def dtypes(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
+        """Of queries and of keys and values."""
+
+    @property
+    def head_dims(self) -> range | tuple[int, ...]:
+        """Elements of a head."""
+
+    @property
+    def max_group(self) -> int:
+        """Query heads of a KV head."""
+
+    @property
+    def writes_lse(self) -> bool:
+        """Whether a log-sum-exp is left where one is asked for."""
+
+
+V = TypeVar("V", bound=Variant)
+
+
 @dataclass(frozen=True, slots=True)
-class DecodeProblem:
+class VariantProblem:
     """What decides on a variant."""
 
     dtype: torch.dtype  # of queries
@@ -22,25 +48,25 @@ class DecodeProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeChoice:
+class Choice(Generic[V]):
     """The first row that serves a problem, None if none does, and the reasons of those before."""
 
-    variant: DecodeVariant | None
+    variant: V | None
     refusals: dict[str, str]  # by the name of the row
 
 
-def select_decode(problem: DecodeProblem, variants: tuple[DecodeVariant, ...] = DECODE_VARIANTS) -> DecodeChoice:
+def select_variant(problem: VariantProblem, variants: tuple[V, ...]) -> Choice[V]:
     """Go through ``variants``, the fastest first."""
     refusals: dict[str, str] = {}
     for variant in variants:
-        reason = refuse_decode(variant, problem)
+        reason = refuse_variant(variant, problem)
         if reason is None:
-            return DecodeChoice(variant, refusals)
+            return Choice(variant, refusals)
         refusals[variant.name] = reason
-    return DecodeChoice(None, refusals)
+    return Choice(None, refusals)
 
 
-def refuse_decode(variant: DecodeVariant, problem: DecodeProblem) -> str | None:
+def refuse_variant(variant: Variant, problem: VariantProblem) -> str | None:
     """Say why ``variant`` does not serve ``problem``, or None if it does."""
     if (problem.dtype, problem.kv_dtype) not in variant.dtypes:
         return f"it does not read {_name(problem.kv_dtype)} with queries in {_name(problem.dtype)}"
