@@ -19,7 +19,7 @@ from aserve.attention.base import (
     StepTables,
     refuse_device,
 )
-from aserve.kernels.cake.decode_call import MAX_PAGE_SIZE, DecodeBatch, DecodeCall, KVPages, ScoreRules
+from aserve.kernels.cake.attention_call import MAX_PAGE_SIZE, AttentionCall, KVPages, PagedBatch, ScoreRules
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
 from aserve.kernels.cake.plain_decode import run_plain_decode
@@ -36,7 +36,7 @@ NUM_CPU_PROGRAMS = 6  # under Triton's interpreter, where they run one after ano
 class CakePlan:
     """A step's decodes, and how each kind of layers that splits keys shares them out."""
 
-    batch: DecodeBatch
+    batch: PagedBatch
     schedules: dict[AttentionKind, DecodeSchedule]
     is_captured: bool  # with tables that each replay finds rewritten
 
@@ -79,7 +79,7 @@ class CakeBackend(AttentionBackend):
         if batch.num_decodes != num_seqs:
             raise ValueError(f"{self.name}: it plans decodes only, not {num_seqs - batch.num_decodes} chunks")
         rows = self._rows[:num_seqs]
-        decodes = DecodeBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size)
+        decodes = PagedBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size)
         plan = CakePlan(decodes, self._allocate_schedules(num_seqs), is_captured=False)
         self._share_out(plan)
         return plan
@@ -97,7 +97,7 @@ class CakeBackend(AttentionBackend):
         out = q.new_empty(q.shape) if out is None else out
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
         decodes = slice(0, len(plan.batch.rows))
-        call = DecodeCall(
+        call = AttentionCall(
             q=q[decodes],
             out=out[decodes],
             lse=None if lse is None else lse[decodes],
@@ -122,7 +122,7 @@ class CakeBackend(AttentionBackend):
             raise ValueError(f"{self.name}: only batches of decodes are captured")
         schedules = self._allocate_schedules(shape.num_decodes)
         self._num_captured_bytes += sum(schedule.num_bytes for schedule in schedules.values())
-        decodes = DecodeBatch(tables.page_table, tables.rows, tables.key_lens, tables.page_size)
+        decodes = PagedBatch(tables.page_table, tables.rows, tables.key_lens, tables.page_size)
         return CakePlan(decodes, schedules, is_captured=True)
 
     def convert(self, plan: CakePlan) -> None:

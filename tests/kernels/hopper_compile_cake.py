@@ -12,7 +12,7 @@ from doubles_hopper import HopperDriver
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from aserve.kernels.cake.decode_call import DecodeBatch, DecodeCall, KVPages, ScoreRules
+from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
 from aserve.kernels.cake.plain_decode import run_plain_decode
@@ -48,12 +48,12 @@ def compile_variant(variant: DecodeVariant, num_seqs: int, width: int, *, first:
     lens = torch.ones(num_seqs + first, dtype=torch.int32)[first:]
     sinks = torch.zeros(num_kv_heads * GROUP) if is_full else None
     rules = ScoreRules(0.1, 5, 30.0, sinks) if is_full else ScoreRules(0.1)
-    call = DecodeCall(
+    call = AttentionCall(
         q,
         torch.empty_like(q),
         torch.empty(q.shape[:2]) if is_full else None,
         KVPages(pages, pages, 0.5, 0.25),
-        DecodeBatch(table, lens, lens, 16),
+        PagedBatch(table, lens, lens, 16),
         rules,
     )
     if variant.launch is None:

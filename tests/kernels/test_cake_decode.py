@@ -9,7 +9,7 @@ from doubles_attention import PagedCase, dense_attention, make_case, make_spec
 from torch import Tensor
 
 from aserve.attention.base import AttentionSpec
-from aserve.kernels.cake.decode_call import DecodeBatch, DecodeCall, KVPages, ScoreRules
+from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.plain_decode import run_plain_decode
 from aserve.kernels.cake.split_decode import PartialResults, SplitLaunch, run_split_decode
@@ -20,21 +20,21 @@ NUM_PROGRAMS = 7
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
-def make_call(case: PagedCase, spec: AttentionSpec, *, has_lse: bool = True) -> DecodeCall:
+def make_call(case: PagedCase, spec: AttentionSpec, *, has_lse: bool = True) -> AttentionCall:
     batch, pool = case.batch, case.layer_kv
     rows = torch.arange(len(batch.key_lens), dtype=torch.int32, device=DEVICE)
     lse = torch.full(case.q.shape[:2], torch.nan, device=DEVICE) if has_lse else None
-    return DecodeCall(
+    return AttentionCall(
         q=case.q,
         out=torch.full_like(case.q, torch.nan),
         lse=lse,
         pages=KVPages(pool.key, pool.value, pool.key_scale, pool.value_scale),
-        batch=DecodeBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size),
+        batch=PagedBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size),
         rules=ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks),
     )
 
 
-def run_split(call: DecodeCall, num_programs: int = NUM_PROGRAMS, launch: SplitLaunch = LAUNCH) -> None:
+def run_split(call: AttentionCall, num_programs: int = NUM_PROGRAMS, launch: SplitLaunch = LAUNCH) -> None:
     """With NaN in what programs leave each other."""
     call.check()
     schedule = DecodeSchedule.allocate(len(call.q), num_programs, call.q.device)
@@ -51,7 +51,7 @@ def run_split(call: DecodeCall, num_programs: int = NUM_PROGRAMS, launch: SplitL
     run_split_decode(call, launch, schedule, partials)
 
 
-def run_plain(call: DecodeCall) -> None:
+def run_plain(call: AttentionCall) -> None:
     call.check()
     run_plain_decode(call)
 
@@ -59,7 +59,7 @@ def run_plain(call: DecodeCall) -> None:
 RUNS = {"split": run_split, "plain": run_plain}
 
 
-def check(call: DecodeCall, case: PagedCase, spec: AttentionSpec) -> None:
+def check(call: AttentionCall, case: PagedCase, spec: AttentionSpec) -> None:
     expected, expected_lse = dense_attention(case, spec)
     tolerance = TOLERANCES[case.q.dtype]
     torch.testing.assert_close(call.out.double().cpu(), expected, rtol=tolerance, atol=tolerance)

@@ -6,7 +6,7 @@ It splits nothing and multiplies no matrices, so it is slow for few long sequenc
 import triton
 import triton.language as tl
 
-from aserve.kernels.cake.decode_call import DecodeCall
+from aserve.kernels.cake.attention_call import AttentionCall
 from aserve.kernels.cake.decode_schedule import UNBOUNDED
 from aserve.kernels.cake.kv_blocks import find_offsets, load_block
 from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
@@ -14,7 +14,7 @@ from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
 BLOCK_LEN = 32
 
 
-def run_plain_decode(call: DecodeCall) -> None:
+def run_plain_decode(call: AttentionCall) -> None:
     """Enqueue the kernel."""
     num_seqs, num_heads, head_dim = call.q.shape
     rules, pages, batch = call.rules, call.pages, call.batch

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aserve.kernels.cake.decode_call import DecodeCall
+from aserve.kernels.cake.attention_call import AttentionCall
 from aserve.kernels.cake.decode_schedule import MIN_UNITS, UNBOUNDED, DecodeSchedule
 from aserve.kernels.cake.split_decode_kernels import merge_decode, split_decode
 
@@ -44,7 +44,9 @@ class PartialResults:
         return 4 * (self.outs.numel() + self.lses.numel())
 
 
-def run_split_decode(call: DecodeCall, launch: SplitLaunch, schedule: DecodeSchedule, partials: PartialResults) -> None:
+def run_split_decode(
+    call: AttentionCall, launch: SplitLaunch, schedule: DecodeSchedule, partials: PartialResults
+) -> None:
     """Enqueue both kernels; ``schedule`` is filled for the call's lengths, window and KV heads and for the launch."""
     num_seqs, num_heads, head_dim = call.q.shape
     num_programs, group = len(schedule.first_seqs), call.group

@@ -1,4 +1,4 @@
-"""What every paged decode kernel of the family is called with, and the checks that they share."""
+"""What every attention kernel of the family is called with, and the checks that they share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ MAX_PAGE_SIZE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeBatch:
+class PagedBatch:
     """N sequences with one query each; int32 on the device, read there only."""
 
     page_table: Tensor  # [R, W]; a row's entries past its keys are never read
@@ -42,7 +42,7 @@ class ScoreRules:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeCall:
+class AttentionCall:
     """One layer's decodes: q [N, H, D], whose rows are dense, to ``out`` [N, H, D], contiguous.
 
     ``lse`` [N, H] float32, if there is one, gets the natural log-sum-exp, sinks included.
@@ -52,7 +52,7 @@ class DecodeCall:
     out: Tensor
     lse: Tensor | None
     pages: KVPages
-    batch: DecodeBatch
+    batch: PagedBatch
     rules: ScoreRules
 
     def check(self) -> None:
