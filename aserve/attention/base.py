@@ -142,6 +142,7 @@ class AttentionProblem:
     max_num_seqs: int = 320  # of one step
     max_num_tokens: int = 8192  # of one step
     max_model_len: int = 8192  # of a sequence, in tokens
+    needs_lse: bool = False  # whether layers are asked for the log-sum-exp
 
 
 class AttentionBackend(ABC):

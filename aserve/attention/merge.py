@@ -23,15 +23,21 @@ def merge_partials(
 ) -> tuple[Tensor, Tensor]:
     """Join attention over two disjoint sets of keys into attention over both.
 
-    For whoever splits the keys of a query, between a shared prefix and the rest, say. No backend here does yet, but
-    each promises LSEs that can be merged so (``return_lse``).
-
     Outputs [T, H, D], LSEs [T, H] float32, both in ``base``; an LSE of -inf means no keys. The
     result has ``output_a``'s dtype and its LSE the same base.
     """
-    a, b = convert_lse(lse_a, base, "e"), convert_lse(lse_b, base, "e")
-    merged = torch.logaddexp(a, b)
-    shift = torch.where(merged == -math.inf, 0.0, merged)  # -inf - -inf would be NaN
-    weight_a, weight_b = torch.exp(a - shift).unsqueeze(-1), torch.exp(b - shift).unsqueeze(-1)
-    output = output_a.float() * weight_a + output_b.float() * weight_b
-    return output.to(output_a.dtype), convert_lse(merged, "e", base)
+    lses = convert_lse(torch.stack((lse_a, lse_b)), base, "e")
+    output, lse = merge_stacked(torch.stack((output_a.float(), output_b.float())), lses)
+    return output.to(output_a.dtype), convert_lse(lse, "e", base)
+
+
+def merge_stacked(outputs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Join attention over any number of disjoint sets of keys, always in their order.
+
+    ``outputs`` [N, T, H, D] and ``lses`` [N, T, H], float32 in base e. Where an LSE is -inf, there were no keys, and
+    the output may be anything. Returns [T, H, D] and [T, H].
+    """
+    is_empty = lses == -math.inf
+    merged = torch.logsumexp(lses, 0)
+    weights = torch.exp(lses - merged.masked_fill(merged == -math.inf, 0.0))  # -inf - -inf would be NaN
+    return (outputs.masked_fill(is_empty.unsqueeze(-1), 0.0) * weights.unsqueeze(-1)).sum(0), merged

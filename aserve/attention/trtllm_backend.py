@@ -96,6 +96,8 @@ class TrtllmBackend(AttentionBackend):
             return f"it has no kernels for compute capability {capability_name(problem.capability)}"
         if not is_full and phase == "prefill":
             return "on this GPU only its decode kernel, XQA, runs"
+        if not is_full and problem.needs_lse:
+            return "XQA, the decode kernel of this GPU, leaves no log-sum-exp"
         page_sizes = FULL_PAGE_SIZES if is_full else XQA_PAGE_SIZES
         if problem.page_size not in page_sizes:
             return f"it needs page_size {', '.join(map(str, page_sizes))}, not {problem.page_size}"

@@ -8,7 +8,7 @@ import torch
 from doubles_attention import dense_attention, make_case, make_spec, torch_backend
 
 from aserve.attention.base import LseBase
-from aserve.attention.merge import convert_lse, merge_partials
+from aserve.attention.merge import convert_lse, merge_partials, merge_stacked
 
 
 def test_conversion_of_bases() -> None:
@@ -36,6 +36,15 @@ def test_a_side_without_keys_adds_nothing() -> None:
     output, lse = merge_partials(torch.ones(1, 1, 2), none, torch.ones(1, 1, 2), none)
     assert output.tolist() == [[[0.0, 0.0]]]
     assert lse.item() == -math.inf
+
+
+def test_any_number_of_sides_merge_and_what_an_empty_one_holds_does_not_matter() -> None:
+    """Sums 1, 2, 5 and none with outputs 8, 4, 1 and NaN give (8 + 8 + 5) / 8."""
+    outputs = torch.tensor([8.0, 4.0, 1.0, math.nan]).view(4, 1, 1, 1)
+    lses = torch.tensor([0.0, math.log(2.0), math.log(5.0), -math.inf]).view(4, 1, 1)
+    output, lse = merge_stacked(outputs, lses)
+    assert output.item() == pytest.approx(21 / 8)
+    assert lse.item() == pytest.approx(math.log(8.0))
 
 
 def test_the_result_keeps_the_outputs_dtype() -> None:
