@@ -5,11 +5,14 @@ never ask which. The compositions (``add_norm_linear`` and those after it) are t
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from aserve.kernels.experts import SILU, Experts, choose_experts, sum_all_experts, sum_by_expert
 
 Activation = Literal["silu", "gelu_tanh"]  # of the gate; GELU in its tanh approximation
 
@@ -132,6 +135,12 @@ class Operators:
         gate_up, residual = self.add_norm_linear(x, residual, weight, eps, linear)
         return self.silu_mul(gate_up) if activation == "silu" else self.gelu_mul(gate_up), residual
 
+    def moe(self, x: Tensor, scores: Tensor, experts: Experts) -> Tensor:
+        """Return the weighted sum [T, hidden] of each token's experts, which the router's ``scores`` [T, E] choose."""
+        choice = choose_experts(scores, experts.routing)
+        add_up = sum_by_expert if x.device.type == "cpu" else sum_all_experts  # a GPU may be capturing
+        return add_up(x, choice, experts.routing.num_experts, partial(self._apply_expert, experts))
+
     def norm_logits(
         self, x: Tensor, weight: Tensor, eps: float, linear: Projection, *, out: Tensor | None = None
     ) -> Tensor:
@@ -159,6 +168,11 @@ class Operators:
         q, k = self.rope(q, k, cos_sin, positions)
         self.store_kv(k, v, target)
         return q
+
+    def _apply_expert(self, experts: Experts, x: Tensor, expert: int) -> Tensor:
+        gate_up = experts.gate_up(x, expert)
+        hidden = self.silu_mul(gate_up) if experts.swiglu == SILU else experts.swiglu(gate_up)
+        return experts.down(hidden, expert)
 
 
 def _to_pages(new: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

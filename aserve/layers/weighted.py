@@ -24,12 +24,14 @@ class WeightSlot:
     """The place of one checkpoint tensor: the whole shape it has in the file, and who takes it.
 
     A sharded layer takes its own part inside ``write``, so loading never knows about shards. ``write`` may be handed
-    a view of a mapped file and must copy what it keeps.
+    a view of a mapped file and must copy what it keeps. ``covers`` names slots that need no tensor of their own where
+    this one has been written.
     """
 
     shape: tuple[int, ...]
     write: Callable[[Tensor], None]
     is_optional: bool = False
+    covers: tuple[str, ...] = ()
 
 
 class WeightedLayer(ABC):

@@ -17,7 +17,7 @@ class Architecture:
     gguf_name: str | None = None  # "general.architecture" of its GGUF files
     has_qkv_bias: bool = False  # always; others follow "attention_bias", which also covers the output projection
     has_qk_norm: bool = False
-    window: Literal["none", "all", "by_layer", "by_pattern"] = "none"  # layers that "sliding_window" is about
+    window: Literal["none", "all", "switched", "by_layer", "by_pattern"] = "none"  # whose "sliding_window" it is
     activation: Activation = "silu"
     has_sandwich_norms: bool = False  # norms behind attention and feed-forward as well as before
     has_unit_offset_norms: bool = False  # the checkpoint keeps a norm's weight less 1
@@ -25,11 +25,13 @@ class Architecture:
     has_local_rope: bool = False  # layers with a window have rotary parameters of their own
     has_vision: bool = False  # its text model, which is what runs, has a "text_config" and tensor names of its own
     has_merged_projections: bool = False  # the checkpoint holds qkv_proj and gate_up_proj instead of their parts
+    has_experts: bool = False  # feed-forward blocks may be mixtures of experts
     may_rotate_partly: bool = False  # heeds "partial_rotary_factor"
     defaults: Mapping[str, Any] = field(
         default_factory=dict
     )  # fields of config.json that may be absent, as transformers
     refused: tuple[str, ...] = ()  # fields of config.json that must be off
+    renamed: Mapping[str, str] = field(default_factory=dict)  # parts of its tensors' names -> what the slots call them
     has_permuted_gguf: bool = False  # its GGUF files hold query and key rows for the interleaved rotary style
 
 
@@ -64,6 +66,36 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": Architecture("mistral", window="all", defaults={"sliding_window": 4096}),
     "Qwen2ForCausalLM": Architecture("qwen2", "qwen2", has_qkv_bias=True, window="by_layer"),
     "Qwen3ForCausalLM": Architecture("qwen3", "qwen3", has_qk_norm=True, window="by_layer", defaults={"head_dim": 128}),
+    "MixtralForCausalLM": Architecture(
+        "mixtral",
+        window="all",
+        has_experts=True,
+        defaults={
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+        },
+        renamed={
+            ".block_sparse_moe.": ".mlp.",
+            ".w1.weight": ".gate_proj.weight",
+            ".w2.weight": ".down_proj.weight",
+            ".w3.weight": ".up_proj.weight",
+        },
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        has_qk_norm=True,
+        window="switched",
+        has_experts=True,
+        defaults={
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "sliding_window": 4096,
+        },
+    ),
     "Phi3ForCausalLM": Architecture(
         "phi3",
         window="all",

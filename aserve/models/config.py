@@ -10,6 +10,7 @@ from aserve.kernels.operators import Activation
 from aserve.layers.rotary import RopeConfig
 from aserve.models.architectures import Architecture, find_architecture, find_gguf_architecture
 from aserve.models.fields import Fields
+from aserve.models.moe_config import COUNTS, MoeConfig, moe_from_hf
 from aserve.models.rope_fields import rope_from_gguf, rope_from_hf, ropes_by_window_from_hf, scaled_context_len
 
 ACTIVATIONS: dict[Activation, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
@@ -40,6 +41,7 @@ class DecoderConfig:
     has_sandwich_norms: bool = False  # norms behind attention and feed-forward as well as before
     has_unit_offset_norms: bool = False  # the checkpoint keeps a norm's weight less 1
     scales_embeddings: bool = False  # by the square root of hidden_size
+    moe: MoeConfig | None = None
     activation: Activation = "silu"
     attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # of scores
@@ -61,7 +63,7 @@ class DecoderConfig:
 
         Raises ConfigError naming the field for what is unsupported.
         """
-        _refuse_unsupported(Fields(config))
+        _refuse_quantised(Fields(config))
         model_type = Fields(config).get("model_type", str, "")
         name, architecture = find_architecture(config.get("architectures") or [], model_type)
         if architecture.has_vision:
@@ -105,6 +107,7 @@ class DecoderConfig:
             has_sandwich_norms=architecture.has_sandwich_norms,
             has_unit_offset_norms=architecture.has_unit_offset_norms,
             scales_embeddings=architecture.scales_embeddings,
+            moe=moe_from_hf(config, num_layers) if architecture.has_experts else None,
             activation=architecture.activation,
             attention_scale=None if query_scalar is None else query_scalar**-0.5,
             attention_softcap=fields.get_positive("attn_logit_softcapping"),
@@ -119,9 +122,9 @@ class DecoderConfig:
         Raises ConfigError naming the key for what is unsupported.
         """
         gguf_name = Fields(metadata).require("general.architecture", str)
-        name, architecture = find_gguf_architecture(gguf_name)
         fields = Fields(metadata, prefix=f"{gguf_name}.")
-        fields.refuse("expert_count", "mixture of experts")
+        fields.refuse("expert_count", "mixture of experts in a GGUF file (safetensors are read)")
+        name, architecture = find_gguf_architecture(gguf_name)
         hidden_size, num_heads = fields.require_size("embedding_length"), fields.require_size("attention.head_count")
         num_layers = fields.require_size("block_count")
         head_dim = fields.get_size("attention.key_length") or _split(hidden_size, num_heads)
@@ -153,10 +156,8 @@ class DecoderConfig:
         )
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_quantised(fields: Fields) -> None:
     fields.refuse("quantization_config", "quantised checkpoint")
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        fields.refuse(name, "mixture of experts")
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -164,13 +165,15 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text_config = config.get("text_config")
     if not isinstance(text_config, Mapping):
         raise ConfigError(f"the model's config lacks text_config, got {text_config!r}")
-    _refuse_unsupported(Fields(text_config))
+    _refuse_quantised(Fields(text_config))
     return text_config
 
 
 def _check_for(architecture: Architecture, fields: Fields) -> None:
     for name in architecture.refused:
         fields.refuse(name, "option")
+    for name in () if architecture.has_experts else (*COUNTS, "n_routed_experts"):
+        fields.refuse(name, "mixture of experts")
     # The field "hidden_act" of Gemma is older than its activation and counts for nothing.
     names = ("hidden_act", "hidden_activation") if architecture.activation == "silu" else ("hidden_activation",)
     spellings = ACTIVATIONS[architecture.activation]
@@ -188,11 +191,11 @@ def _split(hidden_size: int, num_heads: int) -> int:
 def _windows_from_hf(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
     fields = Fields(config)
     window = fields.get_size("sliding_window")
-    if architecture.window == "all":
-        return (window,) * num_layers
-    is_off = architecture.window == "by_layer" and not fields.get("use_sliding_window", bool, False)
-    if architecture.window == "none" or is_off:
+    has_switch = architecture.window in ("switched", "by_layer")
+    if architecture.window == "none" or (has_switch and not fields.get("use_sliding_window", bool, False)):
         return (None,) * num_layers
+    if architecture.window in ("all", "switched"):
+        return (window,) * num_layers
     kinds = config.get("layer_types") or _default_layer_types(fields, architecture, num_layers)
     if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ConfigError(f"unsupported layer_types for {num_layers} layers: {kinds!r}")

@@ -1,5 +1,7 @@
 """The decoder-only transformer behind all of ARCHITECTURES: one class, differences as flags."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -7,11 +9,14 @@ from aserve.attention.base import AttentionSpec
 from aserve.attention.context import ForwardContext
 from aserve.kernels.operators import HeadLayout, HeadNorms, KVTarget, Operators
 from aserve.layers.embedding import Embedding, TiedEmbedding, TokenEmbedding
+from aserve.layers.experts import Experts
 from aserve.layers.linear import Linear
 from aserve.layers.norm import NormWeight
 from aserve.layers.rotary import RotaryTable, pair_halves
 from aserve.layers.weighted import WeightedLayer, WeightFormat, WeightSlot
 from aserve.models.config import DecoderConfig
+from aserve.models.moe_config import MoeConfig
+from aserve.quantization.unquantized import Unquantized
 
 MLP_NORM = "post_attention_layernorm"  # which says where it stands
 SANDWICH_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
@@ -89,14 +94,17 @@ class DecoderLayer:
     def __init__(self, config: DecoderConfig, layer_idx: int, weights: WeightFormat) -> None:
         name = f"model.layers.{layer_idx}"
         self._eps = config.rms_norm_eps
-        self._activation = config.activation
         self._attention_norm = _norm_weight(f"{name}.input_layernorm", config.hidden_size, config, weights)
         self._attention = Attention(config, layer_idx, weights)
         self.attention_spec = self._attention.spec
         first, *behind = SANDWICH_NORMS if config.has_sandwich_norms else (MLP_NORM,)
         self._mlp_norm = _norm_weight(f"{name}.{first}", config.hidden_size, config, weights)
         self._norms_behind = [_norm_weight(f"{name}.{other}", config.hidden_size, config, weights) for other in behind]
-        self._mlp = Mlp(config, f"{name}.mlp", weights)
+        self._mlp: Mlp | SparseMlp = (
+            SparseMlp(config, config.moe, f"{name}.mlp", weights)
+            if config.moe is not None and config.moe.are_sparse[layer_idx]
+            else Mlp(config, f"{name}.mlp", weights)
+        )
 
     def forward(
         self, update: Tensor, residual: Tensor | None, cos_sin: Tensor, ctx: ForwardContext
@@ -109,10 +117,7 @@ class DecoderLayer:
         attended = self._attention.forward(qkv, cos_sin, ctx)
         if self._norms_behind:
             attended = operators.rms_norm(attended, self._norms_behind[0].weight, self._eps)
-        hidden, residual = operators.add_norm_gate_up(
-            attended, residual, self._mlp_norm.weight, self._eps, self._mlp.gate_up, self._activation
-        )
-        update = operators.linear(hidden, self._mlp.down)
+        update, residual = self._mlp.forward(attended, residual, self._mlp_norm.weight, self._eps, operators)
         if self._norms_behind:
             update = operators.rms_norm(update, self._norms_behind[1].weight, self._eps)
         return update, residual
@@ -190,12 +195,13 @@ class Attention:
 
 
 class Mlp:
-    """The projections of the gated feed-forward block."""
+    """The gated feed-forward block, with the norm before it."""
 
     def __init__(self, config: DecoderConfig, name: str, weights: WeightFormat) -> None:
+        self._activation = config.activation
         size = config.intermediate_size
         merged_name = f"{name}.gate_up_proj"
-        self.gate_up = Linear(
+        self._gate_up = Linear(
             merged_name,
             config.hidden_size,
             {merged_name: 2 * size}
@@ -205,11 +211,40 @@ class Mlp:
             has_bias=config.has_mlp_bias,
         )
         down_name = f"{name}.down_proj"
-        self.down = Linear(down_name, size, {down_name: config.hidden_size}, weights, has_bias=config.has_mlp_bias)
+        self._down = Linear(down_name, size, {down_name: config.hidden_size}, weights, has_bias=config.has_mlp_bias)
+
+    def forward(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, operators: Operators
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the block makes of the norm of x + residual, and that sum, each [T, E]."""
+        hidden, residual = operators.add_norm_gate_up(x, residual, norm, eps, self._gate_up, self._activation)
+        return operators.linear(hidden, self._down), residual
 
     def weighted_layers(self) -> list[WeightedLayer]:
         """Every layer that keeps weights, each once."""
-        return [self.gate_up, self.down]
+        return [self._gate_up, self._down]
+
+
+class SparseMlp:
+    """The experts in the place of the feed-forward block, and the router that chooses among them."""
+
+    def __init__(self, config: DecoderConfig, moe: MoeConfig, name: str, weights: WeightFormat) -> None:
+        # Small, and rounding its weight would change which experts a token takes.
+        exact = replace(weights, method=Unquantized())
+        router_name = f"{name}.gate"
+        self._router = Linear(router_name, config.hidden_size, {router_name: moe.routing.num_experts}, exact)
+        self._experts = Experts(f"{name}.experts", config.hidden_size, moe.intermediate_size, moe.routing, weights)
+
+    def forward(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, operators: Operators
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the experts make of the norm of x + residual, and that sum, each [T, E]."""
+        x, residual = operators.add_rms_norm(x, residual, norm, eps)
+        return operators.moe(x, operators.linear(x, self._router), self._experts), residual
+
+    def weighted_layers(self) -> list[WeightedLayer]:
+        """Every layer that keeps weights, each once."""
+        return [self._router, self._experts]
 
 
 def _norm_weight(name: str, size: int, config: DecoderConfig, weights: WeightFormat) -> NormWeight:

@@ -22,7 +22,7 @@ def fill(model: Decoder, checkpoint: Checkpoint) -> None:
             raise WeightsError(
                 f"tensor {stored.label} in {stored.file} belongs to no parameter of this {model.config.architecture}"
             )
-        if unwritten.pop(stored.name, None) is None:
+        if any(unwritten.pop(name, None) is None for name in (stored.name, *slots[stored.name].covers)):
             raise WeightsError(f"tensor {stored.label} in {stored.file} occurs twice in the checkpoint")
         _write(stored, slots[stored.name])
     missing = [name for name, slot in unwritten.items() if not slot.is_optional]

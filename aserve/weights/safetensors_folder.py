@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aserve.errors import ConfigError, WeightsError
-from aserve.models.architectures import ARCHITECTURES
+from aserve.models.architectures import ARCHITECTURES, Architecture
 from aserve.models.config import DecoderConfig
 from aserve.weights.checkpoint import Checkpoint, StoredTensor
 
@@ -33,7 +33,7 @@ class SafetensorsFolder(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = DecoderConfig.from_hf(_read_object(path / "config.json"))
-        self._has_vision = ARCHITECTURES[self.config.architecture].has_vision
+        self._architecture = ARCHITECTURES[self.config.architecture]
         self._owners = _read_index(path)  # tensor -> file name, None without an index
         self._weight_files = _find_files(path, self._owners)
         if self._owners is not None:
@@ -51,7 +51,7 @@ class SafetensorsFolder(Checkpoint):
             with _open(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
                     is_owned = self._owners is None or self._owners.get(name) == file.name
-                    own_name = text_model_name(name) if self._has_vision else name
+                    own_name = model_name(name, self._architecture)
                     if is_owned and own_name is not None:
                         yield self._stored(opened, file, name, own_name)
 
@@ -75,6 +75,13 @@ class SafetensorsFolder(Checkpoint):
         for file_name, names in held.items():
             if unlisted := sorted(names - owners.keys()):
                 raise WeightsError(f"tensor {unlisted[0]} in {self.path / file_name} is not listed in {INDEX_FILE}")
+
+
+def model_name(name: str, architecture: Architecture) -> str | None:
+    """Return what the model's slots call a tensor of a file, None for one that is no part of the model."""
+    for part, own in architecture.renamed.items():
+        name = name.replace(part, own)
+    return text_model_name(name) if architecture.has_vision else name
 
 
 def text_model_name(name: str) -> str | None:

@@ -34,6 +34,13 @@ LLAMA_8B = {
 }
 QWEN = LLAMA_8B | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_scaling": None}
 
+MIXTRAL = LLAMA_8B | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "rope_scaling": None,
+}
+
 PHI3 = {  # Phi-3-mini-128k-instruct, without its factors
     "architectures": ["Phi3ForCausalLM"],
     "model_type": "phi3",
@@ -129,10 +136,16 @@ def test_integers_are_fine_where_floats_are_expected() -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (changed(architectures=["MixtralForCausalLM"]), "MixtralForCausalLM"),
+        (changed(architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
         (changed(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
         (changed(architectures=[], model_type="gemma3n"), "gemma3n"),
         (changed(num_local_experts=8), "num_local_experts"),
+        (changed(MIXTRAL, num_local_experts=None), "lacks num_experts"),
+        (changed(MIXTRAL, num_local_experts=-1), "num_local_experts must be positive"),
+        (changed(MIXTRAL, num_experts_per_tok=9), "num_experts_per_tok is 9, but there are 8 experts"),
+        (changed(MIXTRAL, mlp_only_layers=3), "mlp_only_layers must be a list of layers, got 3"),
+        (changed(MIXTRAL, decoder_sparse_step=0), "decoder_sparse_step must be positive"),
+        (changed(MIXTRAL, norm_topk_prob="yes"), "norm_topk_prob must be of type bool"),
         (changed(quantization_config={"quant_method": "awq"}), "quantization_config.*awq"),
         (changed(hidden_act="gelu"), "hidden_act.*gelu"),
         (changed(partial_rotary_factor=0.5), "partial_rotary_factor"),
@@ -224,6 +237,26 @@ def test_gemma_3_4b() -> None:
     assert config.sliding_windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4
 
 
+def test_layers_with_experts() -> None:
+    moe = DecoderConfig.from_hf(MIXTRAL).moe
+    assert moe is not None
+    assert (moe.routing.num_experts, moe.routing.experts_per_token, moe.routing.is_renormalised) == (8, 2, True)
+    assert (moe.intermediate_size, moe.are_sparse) == (14336, (True,) * 32)
+    qwen = changed(
+        architectures=["Qwen3MoeForCausalLM"],
+        num_hidden_layers=6,
+        num_experts=128,
+        rope_scaling=None,
+        decoder_sparse_step=2,
+        mlp_only_layers=[1],
+    )
+    moe = DecoderConfig.from_hf(qwen).moe
+    assert moe is not None
+    assert (moe.routing.experts_per_token, moe.routing.is_renormalised, moe.intermediate_size) == (8, False, 768)
+    assert moe.are_sparse == (False, False, False, True, False, True)
+    assert DecoderConfig.from_hf(LLAMA_8B).moe is None
+
+
 def test_sliding_windows() -> None:
     mistral = changed(architectures=["MistralForCausalLM"], num_hidden_layers=4)
     assert DecoderConfig.from_hf(mistral).sliding_windows == (4096,) * 4  # transformers' default
@@ -292,6 +325,10 @@ def test_gguf_rope_scaling(keys: dict[str, Any], scaling: str, factor: float, or
         ({"general.architecture": "gemma2"}, "unsupported GGUF architecture 'gemma2'"),
         ({"general.architecture": "gemma3"}, "unsupported GGUF architecture 'gemma3'"),
         ({"qwen2.expert_count": 8}, "qwen2.expert_count"),
+        (
+            {"general.architecture": "qwen3moe", "qwen3moe.expert_count": 128},
+            r"mixture of experts in a GGUF file \(safetensors are read\): qwen3moe.expert_count is 128",
+        ),
         ({"qwen2.rope.scaling.type": "longrope"}, "longrope"),
         ({"qwen2.rope.dimension_sections": [8, 4, 4]}, "dimension_sections"),
         ({"qwen2.rope.dimension_count": 8}, "rope.dimension_count is 8"),

@@ -32,6 +32,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 PHI3: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GEMMA = PHI3 | {"head_dim": 24, "tie_word_embeddings": True, "query_pre_attn_scalar": 12, "sliding_window": 6}
 GEMMA3 = GEMMA | {"num_hidden_layers": 7}  # the sixth sees all keys
+MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
 SCALED = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
@@ -88,6 +96,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         GEMMA3 | {"final_logit_softcapping": 2.0, "tie_word_embeddings": False},
     ),
+    "mixtral": ("mixtral", MIXTRAL),
+    "mixtral, window": ("mixtral", MIXTRAL | {"sliding_window": 6, "num_experts_per_tok": 1}),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3_moe, weights of all experts": ("qwen3_moe", QWEN3_MOE | {"norm_topk_prob": False}),
+    "qwen3_moe, plain layers between": (
+        "qwen3_moe",
+        QWEN3_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+    "qwen3_moe, window": ("qwen3_moe", QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 5}),
     "phi3": ("phi3", PHI3),
     "phi3, one head per key and window": ("phi3", PHI3 | {"num_key_value_heads": None, "sliding_window": 6}),
     "phi3, rotating in part": ("phi3", PHI3 | {"rope_parameters": {"partial_rotary_factor": 0.75}}),
@@ -208,7 +225,31 @@ def test_text_part_of_a_model_with_vision(prefix: str, tmp_path: Path, token_ids
     )
 
 
-@pytest.mark.parametrize("case", ["phi3, rotating in part", "phi3, long factors", "gemma2, tight caps", "gemma3"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe, plain layers between"])
+def test_experts_of_a_layer_in_two_tensors(case: str, tmp_path: Path, token_ids: list[int]) -> None:
+    """As transformers keeps them in memory; it takes them apart when it saves."""
+    oracle = make_oracle(*CASES[case], tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert any(".experts.4." in name for name in saved)
+    merged = {name: tensor.contiguous() for name, tensor in oracle.state_dict().items()}
+    assert not any(".experts.4." in name for name in merged)
+    save_file(merged, tmp_path / "model.safetensors")
+    torch.testing.assert_close(
+        logits_in_chunks(tmp_path, token_ids), reference_logits(oracle, token_ids), rtol=0, atol=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "mixtral",
+        "qwen3_moe, weights of all experts",
+        "phi3, rotating in part",
+        "phi3, long factors",
+        "gemma2, tight caps",
+        "gemma3",
+    ],
+)
 def test_tokens_of_a_runner_equal_transformers(case: str, tmp_path: Path, token_ids: list[int]) -> None:
     """With the operators and the attention that a CPU gets."""
     oracle = make_oracle(*CASES[case], tmp_path)

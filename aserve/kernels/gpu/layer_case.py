@@ -42,15 +42,20 @@ def head_layout(model: str) -> HeadLayout:
 
 
 def model_layers(model: str) -> list[LayerShape]:
-    """Return the linear layers of a decoder layer, then the head."""
+    """Return the linear layers of a decoder layer but its experts, then the head."""
     config, heads = BUILTIN_MODELS[model], head_layout(model)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     query, key = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    num_experts = config.get("num_experts") or config.get("num_local_experts")
+    mlp = (
+        [LayerShape("router", num_experts, hidden)]
+        if num_experts
+        else [LayerShape("gate_up", inner, hidden, has_norm=True, is_gated=True), LayerShape("down", hidden, inner)]
+    )
     return [
         LayerShape("qkv", query + 2 * key, hidden, has_norm=True),
         LayerShape("o", hidden, query),
-        LayerShape("gate_up", inner, hidden, has_norm=True, is_gated=True),
-        LayerShape("down", hidden, inner),
+        *mlp,
         LayerShape("head", config["vocab_size"], hidden, has_norm=True),
     ]
 

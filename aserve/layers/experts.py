@@ -1,0 +1,101 @@
+"""The experts of one layer, each a gated feed-forward block, kept together."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from aserve.kernels.experts import SILU, DenseExperts, Routing, SwiGlu
+from aserve.layers.weighted import WeightedLayer, WeightFormat, WeightSlot
+
+GATE_UP, DOWN = "gate_up", "down"
+
+
+class Experts(WeightedLayer):
+    """What the quant method makes of each expert's two weights, side by side: "gate_up.weight" [E, ...] and so on.
+
+    A checkpoint holds the projections of each expert, or those of all in two tensors. A bias, if there is one, is
+    "gate_up_bias" [E, 2 * I] or "down_bias" [E, hidden].
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        routing: Routing,
+        weights: WeightFormat,
+        *,
+        swiglu: SwiGlu = SILU,
+    ) -> None:
+        super().__init__(name, weights)
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.routing = routing
+        self.swiglu = swiglu
+        self._waiting: dict[int, dict[str, Tensor]] = {}
+
+    @property
+    def dense_weights(self) -> DenseExperts | None:
+        """The weights as they are, None if the quant method keeps them in another form."""
+        gate_up = self.weights.method.dense_weight(self._packed(GATE_UP))
+        down = self.weights.method.dense_weight(self._packed(DOWN))
+        if gate_up is None or down is None:
+            return None
+        return DenseExperts(gate_up, down, self.tensors.get(f"{GATE_UP}_bias"), self.tensors.get(f"{DOWN}_bias"))
+
+    def gate_up(self, x: Tensor, expert: int) -> Tensor:
+        """Return [T, 2 * I] of one expert; x [T, hidden]."""
+        return self._apply(GATE_UP, x, expert)
+
+    def down(self, x: Tensor, expert: int) -> Tensor:
+        """Return [T, hidden] of one expert; x [T, I]."""
+        return self._apply(DOWN, x, expert)
+
+    def slots(self) -> dict[str, WeightSlot]:
+        hidden, inner, num_experts = self.hidden_size, self.intermediate_size, self.routing.num_experts
+        slots, merged = {}, list[str]()
+        for expert in range(num_experts):
+            for part in ("gate_proj", "up_proj"):
+                name = f"{self.name}.{expert}.{part}.weight"
+                slots[name] = WeightSlot((inner, hidden), partial(self._write_part, expert, part))
+                merged.append(name)
+        downs = [f"{self.name}.{expert}.down_proj.weight" for expert in range(num_experts)]
+        for expert, name in enumerate(downs):
+            slots[name] = WeightSlot((hidden, inner), partial(self._store, DOWN, expert))
+        slots[f"{self.name}.gate_up_proj"] = WeightSlot(
+            (num_experts, 2 * inner, hidden), partial(self._store_all, GATE_UP), is_optional=True, covers=tuple(merged)
+        )
+        slots[f"{self.name}.down_proj"] = WeightSlot(
+            (num_experts, hidden, inner), partial(self._store_all, DOWN), is_optional=True, covers=tuple(downs)
+        )
+        return slots
+
+    def _write_part(self, expert: int, part: str, weight: Tensor) -> None:
+        waiting = self._waiting.setdefault(expert, {})
+        waiting[part] = weight.to(self.weights.device)
+        if len(waiting) == 2:
+            self._store(GATE_UP, expert, torch.cat([waiting["gate_proj"], waiting["up_proj"]]))
+            del self._waiting[expert]
+
+    def _store_all(self, kind: str, weights: Tensor) -> None:
+        for expert, weight in enumerate(weights):
+            self._store(kind, expert, weight)
+
+    def _store(self, kind: str, expert: int, weight: Tensor) -> None:
+        """Pack one expert's ``weight`` [out, in] into its place among the others."""
+        packed = self.weights.method.pack(weight.to(self.weights.device), self.weights.dtype)
+        for key, tensor in packed.items():
+            name = f"{kind}.{key}"
+            if name not in self.tensors:
+                self.tensors[name] = tensor.new_empty((self.routing.num_experts, *tensor.shape))
+            self.tensors[name][expert] = tensor
+
+    def _apply(self, kind: str, x: Tensor, expert: int) -> Tensor:
+        packed = {key: tensor[expert] for key, tensor in self._packed(kind).items()}
+        bias = self.tensors.get(f"{kind}_bias")
+        return self.weights.method.apply(x, packed, None if bias is None else bias[expert])
+
+    def _packed(self, kind: str) -> dict[str, Tensor]:
+        prefix = f"{kind}."
+        return {key.removeprefix(prefix): tensor for key, tensor in self.tensors.items() if key.startswith(prefix)}
