@@ -75,7 +75,10 @@ class AnswerStyle:
                 param="tool_choice",
             )
         is_open = self._is_open(answer_format, prompt_ids, continued)
-        grammar = self._grammar(options if finds_calls else ToolOptions(), params.grammar, is_open)
+        is_harmony = HARMONY in (self._format.tool, self._format.reasoning) and continued is None
+        grammar = self._grammar(
+            options if finds_calls else ToolOptions(), params.grammar, is_open=is_open, is_harmony=is_harmony
+        )
         kept = self._tokenizer.special_ids_of(answer_format.markers)
         if kept or grammar is not params.grammar:
             params = replace(params, grammar=grammar, kept_special_ids=kept)
@@ -98,12 +101,16 @@ class AnswerStyle:
         end = self._tokenizer.decode(prompt_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
         return answer_format.is_opened_by(end)
 
-    def _grammar(self, options: ToolOptions, answer: GrammarSpec | None, is_open: bool) -> GrammarSpec | None:
-        """Return the grammar of the whole answer, None if any text will do."""
+    def _grammar(
+        self, options: ToolOptions, answer: GrammarSpec | None, *, is_open: bool, is_harmony: bool
+    ) -> GrammarSpec | None:
+        """Return the grammar of the whole answer, None if any text will do.
+
+        ``is_harmony``: it begins with the header of a message.
+        """
         must_call = options.choice == "required"
         is_held = must_call or any(tool.is_strict for tool in options.callable)
         tags = self._format.reasoning_tags
-        is_harmony = HARMONY in (self._format.tool, self._format.reasoning)
         if not is_held and (answer is None or not (tags or is_harmony or options.callable)):
             return answer
         functions = tuple(

@@ -18,10 +18,12 @@ from aserve.tokenizer.messages import (
     split_parallel_calls,
     write_out_arguments,
 )
-from aserve.tokenizer.template_sandbox import OutputTooLongError, TemplateSandbox
+from aserve.tokenizer.template_needs import TemplateNeeds
+from aserve.tokenizer.template_sandbox import MAX_ITERATIONS, OutputTooLongError, TemplateSandbox
 from aserve.tokenizer.tool_prompt import spell_out_tools
 
 MAX_REASON_CHARS = 500
+MAX_PROBE_CHARS, MAX_PROBE_ITERATIONS = 1 << 20, 10_000  # of small chats
 TESTS_CONTENT = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)  # what null means is up to it
 CHANGES = (join_leading_system_messages, write_out_arguments, split_parallel_calls)
 
@@ -31,7 +33,8 @@ class ChatTemplate:
 
     ``variables`` are what templates see besides the messages: ``bos_token``, ``eos_token`` and so on.
     A template that does not compile refuses each chat with the reason; prompts are still served. One that knows
-    nothing of tools gets them, calls and their results as text in a general form (``tool_prompt``).
+    nothing of tools gets them, calls and their results as text in a general form (``tool_prompt``). What one would
+    leave out without a word (``template_needs``) is put into a form that it shows.
     """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str], control_tokens: ControlTokens) -> None:
@@ -48,6 +51,7 @@ class ChatTemplate:
             self._knows_tools = {name: self._reads_tools(source) for name, source in sources.items()}
         except jinja2.TemplateError as error:
             self._refusal = f"this model's chat template cannot be compiled: {error}"
+        self._needs = {name: self._find_needs(name) for name in self._compiled}
 
     @property
     def source(self) -> str:
@@ -78,23 +82,42 @@ class ChatTemplate:
         Raises ClientError if the messages, or the template on seeing them, are at fault.
         """
         name = self._choose(bool(tools))
-        normalized = normalize_messages(messages, has_developer_role="developer" in self._sources[name])
+        normalized = normalize_messages(messages, has_developer_role=self._has_developer_role(name))
         if not self._knows_tools[name]:
             normalized, tools = spell_out_tools(normalized, tools), None
         if len(normalized) > max_chars or count_chars(normalized) > max_chars:
             raise PromptTooLongError
-        variables: dict[str, Any] = {
-            **self._variables,
-            "messages": None,  # in each of their forms
-            "tools": self._mark(tools) if tools else None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt and not continue_final_message,
-        }
+        normalized, tools = self._needs[name].fit(normalized, tools)
+        has_prompt = add_generation_prompt and not continue_final_message
+        variables = self._own_variables(self._mark(tools) if tools else None, add_generation_prompt=has_prompt)
         if taken := sorted(variables.keys() & (kwargs or {}).keys()):
             raise ClientError(f"chat_template_kwargs cannot set {taken[0]}", param="chat_template_kwargs")
         variables |= self._mark(kwargs or {})
         text = self._render_some_form(name, normalized, variables, max_chars, continue_final_message)
         return _cut_at_end_mark(text) if continue_final_message else text
+
+    def _own_variables(self, tools: Any, *, add_generation_prompt: bool) -> dict[str, Any]:
+        return {
+            **self._variables,
+            "messages": None,  # in each of their forms
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    def _find_needs(self, name: str) -> TemplateNeeds:
+        def render(messages: list[dict[str, Any]], tools: Sequence[Any] | None) -> str:
+            variables = self._own_variables(tools, add_generation_prompt=True) | {"messages": messages}
+            try:
+                return self._render(self._compiled[name], variables, MAX_PROBE_CHARS, MAX_PROBE_ITERATIONS)
+            except PromptTooLongError:
+                raise ClientError("a small chat becomes a very long prompt", param="messages") from None
+
+        second = "developer" if self._has_developer_role(name) else "system"
+        return TemplateNeeds.find(render, leading_roles=("system", second))
+
+    def _has_developer_role(self, name: str) -> bool:
+        return "developer" in self._sources[name]
 
     def _render_some_form(
         self,
@@ -140,9 +163,15 @@ class ChatTemplate:
             _set_end_mark(marked)
         return marked
 
-    def _render(self, template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
+    def _render(
+        self,
+        template: jinja2.Template,
+        variables: dict[str, Any],
+        max_chars: int,
+        max_iterations: int = MAX_ITERATIONS,
+    ) -> str:
         try:
-            return self._sandbox.render(template, variables, max_chars)
+            return self._sandbox.render(template, variables, max_chars, max_iterations)
         except OutputTooLongError:
             raise PromptTooLongError from None
         except Exception as error:  # a template is foreign code: what it raises on some input can be anything

@@ -13,6 +13,7 @@ import orjson
 from aserve.errors import ClientError
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+SYSTEM_ROLES = ("system", "developer")
 REASONING = ("reasoning", "reasoning_content", "thinking")  # names by which a message has it
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
@@ -62,14 +63,26 @@ def normalize_messages(messages: Sequence[Any], *, has_developer_role: bool) -> 
 def join_leading_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return ``messages`` with the system messages at their beginning as one, an empty line between their texts.
 
-    Clients send several where many templates take one only, and only as the first message.
+    Clients send several where many templates take one only, and only as the first message. One for the role
+    ``developer`` counts as well; the joined one has the role of the first.
     """
-    is_other = (position for position, message in enumerate(messages) if message["role"] != "system")
+    is_other = (position for position, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES)
     num_leading = next(is_other, len(messages))
     if num_leading < 2:
         return messages
     text = "\n\n".join(message["content"] for message in messages[:num_leading])
     return [{**messages[0], "content": text}, *messages[num_leading:]]
+
+
+def give_late_system_messages_to_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``messages`` with those system messages as the user's that do not stand at the beginning."""
+    is_other = (position for position, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES)
+    num_leading = next(is_other, len(messages))
+    later = [
+        {**message, "role": "user"} if message["role"] in SYSTEM_ROLES else message
+        for message in messages[num_leading:]
+    ]
+    return [*messages[:num_leading], *later]
 
 
 def write_out_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -51,10 +51,16 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         code = self.compile(tree)
         return jinja2.Template.from_code(self, code, self.make_globals(None))
 
-    def render(self, template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
-        """Render ``template``; raise TemplateError if the text grows beyond ``max_chars``."""
+    def render(
+        self,
+        template: jinja2.Template,
+        variables: dict[str, Any],
+        max_chars: int,
+        max_iterations: int = MAX_ITERATIONS,
+    ) -> str:
+        """Render ``template``; raise TemplateError beyond ``max_chars``, or ``max_iterations`` of loops and macros."""
         pieces, num_chars = [], 0
-        for piece in template.generate({**variables, BUDGET: _Budget(MAX_ITERATIONS)}):
+        for piece in template.generate({**variables, BUDGET: _Budget(max_iterations)}):
             pieces.append(piece)
             num_chars += len(piece)
             if num_chars > max_chars:
@@ -92,15 +98,15 @@ class OutputTooLongError(jinja2.TemplateRuntimeError):
 class _Budget:
     """The rounds that one render has left."""
 
-    __slots__ = ("_left",)
+    __slots__ = ("_left", "_max_iterations")
 
-    def __init__(self, left: int) -> None:
-        self._left = left
+    def __init__(self, max_iterations: int) -> None:
+        self._left = self._max_iterations = max_iterations
 
     def spend(self) -> None:
         self._left -= 1
         if self._left < 0:
-            raise jinja2.TemplateRuntimeError(f"it loops more than {MAX_ITERATIONS} times")
+            raise jinja2.TemplateRuntimeError(f"it loops more than {self._max_iterations} times")
 
 
 @pass_context

@@ -381,6 +381,8 @@ def test_templates_cannot_run_for_ever(source: str) -> None:
 
 def test_output_is_bounded() -> None:
     with pytest.raises(PromptTooLongError):
+        render("{{ 'x' * 900000 }}{{ 'x' * 900000 }}", user("x"))
+    with pytest.raises(PromptTooLongError):
         render("{% for a in range(90000) %}xxxxxxxxxxxx{% endfor %}", user("x"))
     with pytest.raises(PromptTooLongError):
         render(CHATML, user("x" * 101), max_chars=100)
