@@ -61,7 +61,10 @@ class EngineConfig:
     page_size: int | None = option(
         None, "tokens per KV page, 1 to 256; default: 16 unless the attention backend needs another"
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = option("auto", "type of cached keys and values; auto: that of the model")
+    kv_cache_dtype: Literal["auto", "fp8"] = option(
+        "auto",
+        "type of cached keys and values; auto: that of the model, fp8: e4m3 with scales",
+    )
     cuda_graphs: bool = option(True, "capture the usual steps as CUDA graphs at start")
     kv_memory_gib: float | None = option(None, "GiB of KV pages; default: 1 on a CPU")
     kv_memory_fraction: float = option(0.9, "share of the GPU's memory for weights, graphs and KV pages")

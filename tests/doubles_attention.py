@@ -56,14 +56,15 @@ def make_case(
     page_size: int = 16,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
-    scales: tuple[float, float] = (1.0, 1.0),
+    scales: tuple[float, float] | tuple[Tensor, Tensor] = (1.0, 1.0),
     num_pages: int | None = None,
     seed: int = 0,
     device: str = "cpu",
 ) -> PagedCase:
     """Scatter random keys over shuffled pages; table entries past a sequence's own name a page full of NaN.
 
-    With ``num_pages`` the pool has so many and the case takes the highest. ``scales`` are those of keys and values.
+    With ``num_pages`` the pool has so many and the case takes the highest. ``scales`` are those of keys and values,
+    numbers or [K].
     """
     generator = torch.Generator(device).manual_seed(seed)
     kv_dtype = kv_dtype or dtype
@@ -81,7 +82,8 @@ def make_case(
         pages = numbers[first : first + counts[i]]
         first += counts[i]
         page_table[i, : counts[i]] = pages
-        for pool, scale, tensors in zip(pools, scales, dense, strict=True):
+        for pool, factor, tensors in zip(pools, scales, dense, strict=True):
+            scale = factor.view(-1, 1) if isinstance(factor, Tensor) else factor
             values = torch.randn(key_len, *shape[2:], generator=generator, device=device)
             stored = (values / scale).to(kv_dtype)
             padded = torch.full((counts[i] * page_size, *shape[2:]), math.nan, device=device).to(kv_dtype)

@@ -95,7 +95,7 @@ class RopeCase:
     device: torch.device
     num_slots: int = 192
     max_position: int = 50
-    scales: tuple[float, float] = (1.0, 1.0)
+    scales: tuple[float, float] | tuple[Tensor, Tensor] = (1.0, 1.0)
     gain_dtype: torch.dtype | None = None  # of the norms; None: dtype
 
     def make(self) -> tuple[Tensor, HeadNorms | None, Tensor, Tensor, KVTarget]:

@@ -116,17 +116,40 @@ class StepLens:
 
 
 @dataclass(frozen=True, slots=True)
+class KVScales:
+    """What keys and values in pages of 8 bits are to be multiplied with.
+
+    Numbers for the whole layer, or float32 [KV heads] on its device.
+    """
+
+    key: float | Tensor = 1.0
+    value: float | Tensor = 1.0
+
+    @property
+    def are_per_head(self) -> bool:
+        """Whether heads of a layer differ."""
+        return isinstance(self.key, Tensor)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerKV:
     """Key and value pages of one layer: [pages, page_size, KV heads, head_dim] each.
 
     In memory they lie as the backend's ``kv_order`` says: contiguous for NHD; for HND ``key.transpose(1, 2)`` is.
-    Pages of an 8-bit dtype hold keys divided by ``key_scale`` and values divided by ``value_scale``.
+    Pages of an 8-bit dtype hold keys divided by ``key_scale`` and values divided by ``value_scale``; see ``KVScales``.
     """
 
     key: Tensor
     value: Tensor
-    key_scale: float = 1.0
-    value_scale: float = 1.0
+    key_scale: float | Tensor = 1.0
+    value_scale: float | Tensor = 1.0
+
+
+def common_scale(scale: float | Tensor) -> float:
+    """Return a scale that all heads of a layer share. Raises ValueError for scales per head."""
+    if isinstance(scale, Tensor):
+        raise ValueError("scale: one for all heads of a layer is wanted, not one for each")
+    return scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +166,7 @@ class AttentionProblem:
     max_num_tokens: int = 8192  # of one step
     max_model_len: int = 8192  # of a sequence, in tokens
     needs_lse: bool = False  # whether layers are asked for the log-sum-exp
+    has_head_scales: bool = False  # the scales of keys and values differ by KV head
 
 
 class AttentionBackend(ABC):

@@ -23,6 +23,7 @@ from aserve.attention.base import (
     Phase,
     StepLens,
     StepTables,
+    common_scale,
     dtype_name,
     refuse_device,
 )
@@ -87,6 +88,8 @@ class FlashInferBackend(AttentionBackend):
             return f"it computes in float16 and bfloat16, not in {dtype_name(problem.dtype)}"
         if problem.kv_dtype not in (problem.dtype, torch.float8_e4m3fn):
             return f"it does not read {dtype_name(problem.kv_dtype)} with queries in {dtype_name(problem.dtype)}"
+        if problem.has_head_scales:
+            return "it takes one scale for all KV heads of a layer, not one for each"
         if head_dims := sorted({kind.head_dim for kind in problem.kinds} - set(HEAD_DIMS)):
             return f"it knows head_dim {', '.join(map(str, HEAD_DIMS))}, not {head_dims[0]}"
         if any(kind.has_sinks for kind in problem.kinds):
@@ -143,8 +146,8 @@ class FlashInferBackend(AttentionBackend):
             tokens = slice(section.first, section.first + section.num_tokens)
             call = Call(q[tokens], out[tokens], None if lse is None else lse[tokens], layer_kv)
             kernel_plan.kernel.run(call, kernel_plan.info, section.lists, kernel_plan.workspace)
-            if layer_kv.value_scale != 1.0:
-                scale_rows(call.out, section.lists.query_starts, layer_kv.value_scale)
+            if (value_scale := common_scale(layer_kv.value_scale)) != 1.0:
+                scale_rows(call.out, section.lists.query_starts, value_scale)
         return out, lse
 
     @property

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aserve.attention.base import AttentionKind, AttentionProblem, LayerKV, Phase
+from aserve.attention.base import AttentionKind, AttentionProblem, LayerKV, Phase, common_scale
 from aserve.attention.page_lists import PageLists
 from aserve.errors import ConfigError
 
@@ -131,7 +131,7 @@ class TensorCoreKernel:
             self._enable_pdl,
             *no_tensors,
             kind.softcap or 0.0,
-            kind.scale * layer_kv.key_scale,
+            kind.scale * common_scale(layer_kv.key_scale),
             None,  # scales of 8-bit queries, keys and values, which another kernel takes
             None,
             None,
@@ -195,7 +195,7 @@ class CudaCoreKernel:
             self._enable_pdl,
             None,  # slopes
             kind.softcap or 0.0,
-            kind.scale * layer_kv.key_scale,
+            kind.scale * common_scale(layer_kv.key_scale),
             1.0,  # rope, which is applied before
             1e4,
         )

@@ -173,7 +173,7 @@ def _find_key_rows(page_table: Tensor, positions: Tensor, num_kv_heads: int, pag
     return slots.unsqueeze(1) * num_kv_heads + heads.view(-1, 1)
 
 
-def _gather(pages: Tensor, scale: float, key_rows: Tensor) -> Tensor:
+def _gather(pages: Tensor, scale: float | Tensor, key_rows: Tensor) -> Tensor:
     """Read ``key_rows`` [N, K, L] of ``pages`` [pages, page_size, K, D] as float32 [N, K, L, D], times ``scale``."""
     head_dim = pages.shape[-1]
     rows = pages.view(-1, head_dim)
@@ -182,6 +182,8 @@ def _gather(pages: Tensor, scale: float, key_rows: Tensor) -> Tensor:
     else:
         gathered = rows.index_select(0, key_rows.view(-1))
     values = gathered.view(*key_rows.shape, head_dim).float()
+    if isinstance(scale, Tensor):
+        return values.mul_(scale.view(-1, 1, 1))
     return values if scale == 1.0 else values.mul_(scale)
 
 

@@ -20,6 +20,7 @@ from aserve.attention.base import (
     Phase,
     StepTables,
     capability_name,
+    common_scale,
     dtype_name,
     refuse_device,
 )
@@ -160,8 +161,8 @@ class TrtllmBackend(AttentionBackend):
             "workspace_buffer": self._workspace,
             "block_tables": section.page_table,
             "seq_lens": section.key_lens.view(torch.uint32) if self._uses_xqa else section.key_lens,
-            "bmm1_scale": float(spec.scale * layer_kv.key_scale),
-            "bmm2_scale": float(layer_kv.value_scale),
+            "bmm1_scale": spec.scale * common_scale(layer_kv.key_scale),
+            "bmm2_scale": common_scale(layer_kv.value_scale),
             "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
             "out": out,
             "sinks": spec.sinks,

@@ -55,14 +55,14 @@ class KVTarget:
     """Where keys and values of a step go.
 
     Pages [pages, page_size, K, D] each; they may be a transposed view of [pages, K, page_size, D] in memory. Pages of
-    an 8-bit dtype take values divided by the scales.
+    an 8-bit dtype take values divided by the scales, numbers or float32 [K].
     """
 
     key: Tensor
     value: Tensor
     slot_mapping: Tensor  # [T] int64
-    key_scale: float = 1.0
-    value_scale: float = 1.0
+    key_scale: float | Tensor = 1.0
+    value_scale: float | Tensor = 1.0
 
 
 class Operators:
@@ -175,11 +175,12 @@ class Operators:
         return experts.down(hidden, expert)
 
 
-def _to_pages(new: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+def _to_pages(new: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     """Convert keys or values to the pool's dtype; 8-bit floats saturate, for their conversion makes NaN of overflow."""
     if dtype.itemsize > 1:
         return new.to(dtype)
     limit = torch.finfo(dtype).max
+    scale = scale.view(-1, 1) if isinstance(scale, Tensor) else scale
     return (new.float() / scale).clamp(-limit, limit).to(dtype)
 
 

@@ -23,6 +23,7 @@ class WeightFormat:
 class WeightSlot:
     """The place of one checkpoint tensor: the whole shape it has in the file, and who takes it.
 
+    A scalar may come in several shapes; ``other_shapes`` are those beside ``shape``.
     A sharded layer takes its own part inside ``write``, so loading never knows about shards. ``write`` may be handed
     a view of a mapped file and must copy what it keeps. ``covers`` names slots that need no tensor of their own where
     this one has been written.
@@ -32,6 +33,7 @@ class WeightSlot:
     write: Callable[[Tensor], None]
     is_optional: bool = False
     covers: tuple[str, ...] = ()
+    other_shapes: tuple[tuple[int, ...], ...] = ()
 
 
 class WeightedLayer(ABC):

@@ -157,7 +157,14 @@ class DecoderConfig:
 
 
 def _refuse_quantised(fields: Fields) -> None:
-    fields.refuse("quantization_config", "quantised checkpoint")
+    if not _quantises_kv_only(fields.get_fields("quantization_config")):
+        fields.refuse("quantization_config", "quantised checkpoint")
+
+
+def _quantises_kv_only(quantization: Fields) -> bool:
+    """Whether weights are as they were and the checkpoint just adds scales for its keys and values."""
+    is_known = quantization.get("quant_method", str) == "compressed-tensors"
+    return is_known and "kv_cache_scheme" in quantization and not quantization.get_fields("config_groups")
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from aserve.attention.base import AttentionSpec
+from aserve.attention.base import AttentionSpec, KVScales
 from aserve.attention.context import ForwardContext
 from aserve.kernels.operators import HeadLayout, HeadNorms, KVTarget, Operators
 from aserve.layers.embedding import Embedding, TiedEmbedding, TokenEmbedding
@@ -13,6 +13,7 @@ from aserve.layers.experts import Experts
 from aserve.layers.linear import Linear
 from aserve.layers.norm import NormWeight
 from aserve.layers.rotary import RotaryTable, pair_halves
+from aserve.layers.stored_kv_scales import StoredKVScales
 from aserve.layers.weighted import WeightedLayer, WeightFormat, WeightSlot
 from aserve.models.config import DecoderConfig
 from aserve.models.moe_config import MoeConfig
@@ -83,6 +84,10 @@ class Decoder:
         """What each layer asks of the attention backend."""
         return [layer.attention_spec for layer in self._layers]
 
+    def stored_kv_scales(self) -> list[KVScales | None]:
+        """What the checkpoint says of each layer; see ``StoredKVScales.scales``."""
+        return [layer.stored_kv_scales.scales for layer in self._layers]
+
     def slots(self) -> dict[str, WeightSlot]:
         """Map the tensor names of a checkpoint, as transformers spells them, to their slots."""
         return {name: slot for layer in self.weighted_layers() for name, slot in layer.slots().items()}
@@ -97,6 +102,7 @@ class DecoderLayer:
         self._attention_norm = _norm_weight(f"{name}.input_layernorm", config.hidden_size, config, weights)
         self._attention = Attention(config, layer_idx, weights)
         self.attention_spec = self._attention.spec
+        self.stored_kv_scales = self._attention.stored_kv_scales
         first, *behind = SANDWICH_NORMS if config.has_sandwich_norms else (MLP_NORM,)
         self._mlp_norm = _norm_weight(f"{name}.{first}", config.hidden_size, config, weights)
         self._norms_behind = [_norm_weight(f"{name}.{other}", config.hidden_size, config, weights) for other in behind]
@@ -159,6 +165,7 @@ class Attention:
             if config.has_qk_norm
             else None
         )
+        self.stored_kv_scales = StoredKVScales(name, config.num_kv_heads, weights)
         self.spec = AttentionSpec(
             layer_idx=layer_idx,
             num_heads=config.num_heads,
@@ -191,7 +198,7 @@ class Attention:
 
     def weighted_layers(self) -> list[WeightedLayer]:
         """Every layer that keeps weights, each once."""
-        return [self.qkv, self._output, *(self._qk_norms or ())]
+        return [self.qkv, self._output, self.stored_kv_scales, *(self._qk_norms or ())]
 
 
 class Mlp:

@@ -59,6 +59,11 @@ class Fields:
             raise ConfigError(f"{self._prefix}{name} must be positive, got {value}")
         return value
 
+    def get_fields(self, name: str) -> "Fields":
+        """Return the fields of a field, none where it is absent."""
+        value = self._values.get(self._prefix + name)
+        return Fields(value if isinstance(value, Mapping) else {})
+
     def require_floats(self, name: str) -> tuple[float, ...]:
         """Return a field that lists numbers; raise if it is absent."""
         values = self._values.get(self._prefix + name)
@@ -67,6 +72,9 @@ class Fields:
         if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
             raise ConfigError(f"{self._prefix}{name} must be a list of numbers, got {values!r}")
         return tuple(map(float, values))
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._values

@@ -12,6 +12,7 @@ from aserve.models.decoder import Decoder
 from aserve.runner.calibrate import MAX_CPU_TOKENS
 from aserve.runner.executor import DeviceParts
 from aserve.runner.kv_pool import KVLayout, allocate_pool
+from aserve.runner.kv_scales import resolve_kv_scales
 from aserve.runner.resolve import (
     log_choice,
     resolve_kv_dtype,
@@ -37,7 +38,8 @@ def outline(
 ) -> tuple[DeviceParts, KVLayout]:
     """Return the parts with no pages but the dummy ones, for the context that is asked for, and the pages' layout."""
     shape = model.config
-    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
+    scales = resolve_kv_scales(model, kv_dtype, dtype, device, operators)
     max_num_seqs = resolve_max_num_seqs(config.max_num_seqs, device)
     most_tokens = max(MAX_CPU_TOKENS, max_num_seqs) if device.type == "cpu" else GPU_MAX_NUM_BATCHED_TOKENS
     max_num_tokens = config.max_num_batched_tokens or most_tokens
@@ -52,10 +54,11 @@ def outline(
         max_num_seqs=max_num_seqs,
         max_num_tokens=max_num_tokens,
         max_model_len=max_model_len,
+        has_head_scales=any(layer.are_per_head for layer in scales),
     )
     backend = resolve_backend(config.attention_backend, problem, device, may_change_page_size=config.page_size is None)
     page_size = backend.problem.page_size
-    layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_dtype, device, backend.kv_order)
+    layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_dtype, device, backend.kv_order, scales)
     parts = DeviceParts(
         model=model,
         backend=backend,

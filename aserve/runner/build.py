@@ -54,7 +54,7 @@ def build_runner(
         with explain_exhaustion(device, "preparing attention"):
             parts, layout = outline(config, model, operators, device, dtype)
         return build_cuda_runner(config, parts, layout, eos_token_ids, compiler)
-    parts = assemble(config, model, operators, device, dtype)
+    parts = thread.submit(assemble, config, model, operators, device, dtype).result()
     return _build_cpu_runner(config, parts, StepExecutor(parts, eos_token_ids, compiler), thread)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aserve.attention.base import AttentionBackend, KVOrder, LayerKV
+from aserve.attention.base import AttentionBackend, KVOrder, KVScales, LayerKV
 from aserve.errors import ConfigError
 
 NUM_DUMMY_PAGES = 1  # at the end of the pool; the dummy row points at them, the scheduler does not know them
@@ -21,6 +21,7 @@ class KVLayout:
     dtype: torch.dtype
     device: torch.device
     order: KVOrder = "NHD"
+    scales: tuple[KVScales, ...] = ()  # of each layer; none: 1 for all
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page: keys and values of all layers."""
@@ -85,4 +86,5 @@ def allocate_pool(layout: KVLayout, page_size: int, num_pages: int) -> list[Laye
         pages = torch.zeros(shape, dtype=layout.dtype, device=layout.device)
         return pages.transpose(1, 2) if is_transposed else pages
 
-    return [LayerKV(zeros(), zeros()) for _ in range(layout.num_layers)]
+    scales = layout.scales or (KVScales(),) * layout.num_layers
+    return [LayerKV(zeros(), zeros(), layer.key, layer.value) for layer in scales]

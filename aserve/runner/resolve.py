@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from aserve.attention.base import AttentionBackend
+from aserve.attention.base import AttentionBackend, dtype_name
 from aserve.config import EngineConfig
 from aserve.errors import ConfigError
 from aserve.kernels.choose import choose_operators
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 MAX_NUM_SEQS = {"cpu": 32, "cuda": 320}
 CPU_KV_MEMORY_GIB = 1.0
+KV_DTYPES = {"fp8": torch.float8_e4m3fn}  # "auto": that of the model
 
 
 def log_choice(name: str, value: Any, reason: str) -> None:
@@ -70,12 +71,10 @@ def resolve_max_num_seqs(setting: int | None, device: torch.device) -> int:
     return value
 
 
-def resolve_kv_dtype(setting: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def resolve_kv_dtype(setting: str, dtype: torch.dtype) -> torch.dtype:
     """Return the type of cached keys and values."""
-    if setting == "fp8" and device.type != "cuda":
-        raise ConfigError("kv_cache_dtype 'fp8' needs a CUDA device")
-    kv_dtype = torch.float8_e4m3fn if setting == "fp8" else dtype
-    log_choice("kv_cache_dtype", str(kv_dtype).removeprefix("torch."), "as set" if setting == "fp8" else "the model's")
+    kv_dtype = KV_DTYPES.get(setting, dtype)
+    log_choice("kv_cache_dtype", dtype_name(kv_dtype), "as set" if setting in KV_DTYPES else "the model's")
     return kv_dtype
 
 

@@ -32,7 +32,7 @@ def fill(model: Decoder, checkpoint: Checkpoint) -> None:
 
 
 def _write(stored: StoredTensor, slot: WeightSlot) -> None:
-    if stored.shape != slot.shape:
+    if stored.shape not in (slot.shape, *slot.other_shapes):
         raise WeightsError(
             f"tensor {stored.label} in {stored.file} has the shape {list(stored.shape)}, "
             f"but the config asks for {list(slot.shape)}"

@@ -277,6 +277,7 @@ REFUSALS = [
     ({"capability": (7, 5)}, "compute capability 8.0 or more, not 7.5"),
     ({"dtype": torch.float32}, "float16 and bfloat16, not in float32"),
     ({"kv_dtype": torch.float16}, "does not read float16 with queries in bfloat16"),
+    ({"has_head_scales": True}, "one scale for all KV heads of a layer, not one for each"),
 ]
 
 

@@ -107,11 +107,17 @@ def test_queries_may_be_a_strided_view() -> None:
     check(dataclasses.replace(case, q=wide[:, :4]), spec)
 
 
+HEAD_SCALES = (torch.tensor([0.25, 2.0]), torch.tensor([4.0, 0.5]))
+
+
+@pytest.mark.parametrize("scales", [(0.25, 0.5), HEAD_SCALES], ids=["layer", "head"])
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 7, 20]])
-def test_scales_of_keys_and_values_are_applied_once(query_lens: list[int]) -> None:
+def test_scales_of_keys_and_values_are_applied_once(
+    query_lens: list[int], scales: tuple[float, float] | tuple[torch.Tensor, torch.Tensor]
+) -> None:
     spec = make_spec(4, 2, 64)
     key_lens, num_decodes = [40, 17, 33], query_lens.count(1)
-    case = make_case(spec, query_lens, key_lens, num_decodes, kv_dtype=torch.float8_e4m3fn, scales=(0.25, 0.5))
+    case = make_case(spec, query_lens, key_lens, num_decodes, kv_dtype=torch.float8_e4m3fn, scales=scales)
     check(case, spec)
 
 

@@ -124,9 +124,12 @@ def test_windows_caps_and_sinks(rules: dict[str, Any], run: Any) -> None:
     check(call, case, spec)
 
 
+HEAD_SCALES = (torch.tensor([0.25, 2.0], device=DEVICE), torch.tensor([4.0, 0.5], device=DEVICE))
+
+
 def test_8_bit_pages(run: Any) -> None:
-    spec = make_spec(2, 1, 64)
-    for scales in ((1.0, 1.0), (0.25, 0.5)):
+    spec = make_spec(4, 2, 64)
+    for scales in ((1.0, 1.0), (0.25, 0.5), HEAD_SCALES):
         case = decodes(spec, [16, 32, 5, 47], dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, scales=scales)
         call = make_call(case, spec)
         run(call)
@@ -201,6 +204,8 @@ def test_what_no_kernel_serves_is_refused_by_name() -> None:
         ({"lse": torch.zeros(2, 3)}, "lse: "),
         ({"pages": KVPages(pages.keys, pages.values.half())}, "values: "),
         ({"pages": KVPages(pages.keys[..., :32], pages.values[..., :32])}, "keys: "),
+        ({"pages": KVPages(pages.keys, pages.values, HEAD_SCALES[0])}, "value_scale: must be one for each head"),
+        ({"pages": KVPages(pages.keys, pages.values, *[torch.ones(3)] * 2)}, "key_scale, value_scale: must be numbers"),
         ({"batch": dataclasses.replace(batch, page_size=8)}, "keys: must be pages of "),
         ({"batch": dataclasses.replace(batch, rows=batch.rows[:1])}, "rows, key_lens: "),
         ({"batch": dataclasses.replace(batch, page_table=batch.page_table.T)}, "page_table: "),

@@ -216,9 +216,14 @@ def test_rope_rounds_where_the_reference_rounds() -> None:
     assert (target.key != other.key).float().mean() < 0.01
 
 
+HEAD_SCALES = (torch.tensor([0.25, 0.5], device=DEVICE), torch.tensor([0.5, 0.25], device=DEVICE))
+
+
 @pytest.mark.parametrize("is_head_major", [False, True])
-@pytest.mark.parametrize("scales", [(0.25, 0.5), (0.5, 0.25)])
-def test_eight_bit_pages_are_scaled_and_saturate(scales: tuple[float, float], is_head_major: bool) -> None:
+@pytest.mark.parametrize("scales", [(0.25, 0.5), (0.5, 0.25), HEAD_SCALES], ids=str)
+def test_eight_bit_pages_are_scaled_and_saturate(
+    scales: tuple[float, float] | tuple[Tensor, Tensor], is_head_major: bool
+) -> None:
     """With values that need no rounding: the interpreter's is wrong where it carries into the exponent."""
     heads = HeadLayout(2, 2, 64)
     case = RopeCase(heads, 16, is_head_major, False, torch.bfloat16, FLOAT8, 3, DEVICE, scales=scales)
@@ -228,7 +233,8 @@ def test_eight_bit_pages_are_scaled_and_saturate(scales: tuple[float, float], is
     still = torch.cat((torch.ones(case.max_position, 32), torch.zeros(case.max_position, 32)), dim=-1).to(DEVICE)
     OPS.rope_store(qkv.clone(), heads, None, still, positions, target)
     _, k, v = case.expect(qkv, None, still, positions)
-    for pages, expected, scale in zip((target.key, target.value), (k, v), scales, strict=True):
+    for pages, expected, factor in zip((target.key, target.value), (k, v), scales, strict=True):
+        scale = factor.view(-1, 1) if isinstance(factor, Tensor) else factor
         assert torch.equal(case.read(pages, target.slot_mapping), (expected / scale).clamp(-448, 448))
 
 

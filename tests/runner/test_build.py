@@ -111,6 +111,10 @@ def test_kv_memory_decides_the_pages(files: ModelFiles) -> None:
         ({"kv_memory_gib": 1e-9}, "kv_memory_gib 1e-09 holds no page"),
         ({"attention_backend": "fa9"}, "unknown attention backend 'fa9'"),
         ({"attention_backend": "torch,torch,torch"}, "exactly one comma"),
+        (
+            {"attention_backend": "cpu", "kv_cache_dtype": "fp8"},
+            "'cpu' cannot .*: it does not read float8_e4m3fn",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(files: ModelFiles, settings: dict[str, object], message: str) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 MAX_PAGE_SIZE = 256
@@ -22,13 +23,13 @@ class PagedBatch:
 class KVPages:
     """Keys and values, [pages, page_size, K, D] each, of the same strides; elements of a head are contiguous.
 
-    What is stored is divided by the scale of its kind.
+    What is stored is divided by the scale of its kind: numbers, or float32 [K].
     """
 
     keys: Tensor
     values: Tensor
-    key_scale: float = 1.0
-    value_scale: float = 1.0
+    key_scale: float | Tensor = 1.0
+    value_scale: float | Tensor = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,11 @@ class AttentionCall:
             raise ValueError("values: must be of the shape, strides and dtype of keys")
         if keys.shape[1] != page_size or keys.shape[3] != head_dim or keys.stride(3) != 1:
             raise ValueError(f"keys: must be pages of [{page_size}, K, {head_dim}] with dense heads")
+        for scale in (self.pages.key_scale, self.pages.value_scale):
+            if isinstance(scale, Tensor) != self.has_head_scales:
+                raise ValueError("value_scale: must be one for each head where key_scale is")
+            if isinstance(scale, Tensor) and not (scale.shape == keys.shape[2:3] and scale.dtype == torch.float32):
+                raise ValueError(f"key_scale, value_scale: must be numbers or float32 [{keys.shape[2]}]")
         if num_heads % keys.shape[2]:
             raise ValueError(f"q: {num_heads} heads are no multiple of {keys.shape[2]} KV heads")
         if not 1 <= page_size <= MAX_PAGE_SIZE:
@@ -93,7 +99,13 @@ class AttentionCall:
             "HAS_SOFTCAP": self.rules.softcap is not None,
             "HAS_SINKS": self.rules.sinks is not None,
             "WRITES_LSE": self.lse is not None,
+            "HAS_HEAD_SCALES": self.has_head_scales,
         }
+
+    @property
+    def has_head_scales(self) -> bool:
+        """Whether the scales are tensors."""
+        return isinstance(self.pages.key_scale, Tensor)
 
     @property
     def num_kv_heads(self) -> int:

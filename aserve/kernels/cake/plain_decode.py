@@ -9,7 +9,7 @@ import triton.language as tl
 from aserve.kernels.cake.attention_call import AttentionCall
 from aserve.kernels.cake.decode_schedule import UNBOUNDED
 from aserve.kernels.cake.kv_blocks import find_offsets, load_block
-from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
+from aserve.kernels.cake.softmax import LN_2, add_sinks, load_scale, scale_scores
 
 BLOCK_LEN = 32
 
@@ -30,8 +30,9 @@ def run_plain_decode(call: AttentionCall) -> None:
         call.out if rules.sinks is None else rules.sinks,
         batch.page_table.stride(0),
         UNBOUNDED if rules.window is None else rules.window,
-        rules.scale * pages.key_scale,
+        rules.scale,
         rules.softcap or 1.0,
+        pages.key_scale,
         pages.value_scale,
         **call.constants,
         WIDTH=triton.next_power_of_2(head_dim),
@@ -55,6 +56,7 @@ def _plain_decode(
     window,
     scale,
     softcap,
+    key_scale,
     value_scale,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -66,6 +68,7 @@ def _plain_decode(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     WRITES_LSE: tl.constexpr,
+    HAS_HEAD_SCALES: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
 ):
@@ -74,6 +77,7 @@ def _plain_decode(
     is_element = elements < HEAD_DIM
     query = tl.load(q + seq.to(tl.int64) * Q_STRIDE + head * HEAD_DIM + elements, mask=is_element, other=0.0)
     query = query.to(tl.float32)
+    scale *= load_scale(key_scale, head // GROUP, HAS_HEAD_SCALES)
     key_len = tl.load(key_lens + seq)
     table_row = page_table + tl.load(rows + seq).to(tl.int64) * table_stride
     greatest = tl.full([1], float("-inf"), tl.float32)
@@ -101,7 +105,7 @@ def _plain_decode(
     if HAS_SINKS:
         greatest, denominator, kept = add_sinks(greatest, denominator, sinks, head + tl.zeros([1], tl.int32), head >= 0)
         output *= kept
-    output *= value_scale / denominator
+    output *= load_scale(value_scale, head // GROUP, HAS_HEAD_SCALES) / denominator
     tl.store(out + place * HEAD_DIM + elements, output.to(out.dtype.element_ty), mask=is_element)
     if WRITES_LSE:
         tl.store(lse + place, (greatest + tl.log2(denominator)) * LN_2)

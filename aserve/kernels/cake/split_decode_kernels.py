@@ -11,7 +11,7 @@ import triton.language as tl
 
 from aserve.kernels.cake.decode_schedule import find_first_unit, find_owner
 from aserve.kernels.cake.kv_blocks import find_offsets, load_block
-from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
+from aserve.kernels.cake.softmax import LN_2, add_sinks, load_scale, scale_scores
 
 MAX_FLOAT16 = tl.constexpr(65504.0)
 
@@ -50,6 +50,7 @@ def split_decode(
     window,
     scale,
     softcap,
+    key_scale,
     value_scale,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -62,6 +63,7 @@ def split_decode(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     WRITES_LSE: tl.constexpr,
+    HAS_HEAD_SCALES: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
     MIN_UNITS: tl.constexpr,
@@ -91,6 +93,7 @@ def split_decode(
         queries = queries.to(FACTOR)
         table_row = page_table + tl.load(rows + seq).to(tl.int64) * table_stride
 
+        head_scale = scale * load_scale(key_scale, kv_head, HAS_HEAD_SCALES)
         greatest = tl.full([GROUP_TILE], float("-inf"), tl.float32)
         denominator = tl.zeros([GROUP_TILE], tl.float32)
         output = tl.zeros([GROUP_TILE, HEAD_DIM], tl.float32)
@@ -102,7 +105,7 @@ def split_decode(
             )
             block_keys = load_block(keys, offsets, is_key, HEAD_DIM, HEAD_DIM, FACTOR)
             products = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
-            scores = scale_scores(products, scale, softcap, HAS_SOFTCAP)
+            scores = scale_scores(products, head_scale, softcap, HAS_SOFTCAP)
             scores = tl.where(is_key[None, :], scores, float("-inf"))
             new_greatest = tl.maximum(greatest, tl.max(scores, 1))
             kept = tl.exp2(greatest - new_greatest)
@@ -116,7 +119,7 @@ def split_decode(
             if HAS_SINKS:
                 greatest, denominator, kept = add_sinks(greatest, denominator, sinks, heads, is_member)
                 output *= kept[:, None]
-            output *= (value_scale / denominator)[:, None]
+            output *= (load_scale(value_scale, kv_head, HAS_HEAD_SCALES) / denominator)[:, None]
             token = seq.to(tl.int64) * (NUM_KV_HEADS * GROUP)
             tl.store(out + token * HEAD_DIM + places, output.to(out.dtype.element_ty), mask=is_member[:, None])
             if WRITES_LSE:
@@ -147,6 +150,7 @@ def merge_decode(
     HEAD_DIM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     WRITES_LSE: tl.constexpr,
+    HAS_HEAD_SCALES: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     MIN_UNITS: tl.constexpr,
 ):
@@ -184,7 +188,7 @@ def merge_decode(
         if HAS_SINKS:
             greatest, denominator, kept = add_sinks(greatest, denominator, sinks, heads, heads >= 0)
             output *= kept
-        output *= value_scale / denominator
+        output *= load_scale(value_scale, kv_head, HAS_HEAD_SCALES) / denominator
         token = seq.to(tl.int64) * (NUM_KV_HEADS * GROUP)
         tl.store(out + (token + head) * HEAD_DIM + elements, output.to(out.dtype.element_ty))
         if WRITES_LSE:

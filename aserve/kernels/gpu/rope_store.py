@@ -81,6 +81,7 @@ def rope_store(
         slot_stride,
         head_stride,
         target.key.dtype.itemsize == 1,
+        isinstance(target.key_scale, Tensor),
         BLOCK_HEADS,
         half_block,
         overlap,
@@ -91,8 +92,8 @@ def rope_store(
 
 
 @triton.jit
-def _convert(values, scale: float, DTYPE: tl.constexpr, IS_SCALED: tl.constexpr):
-    """Convert to the dtype of the pages; 8-bit floats are scaled and saturate."""
+def _convert(values, scale, DTYPE: tl.constexpr, IS_SCALED: tl.constexpr):
+    """Convert values [heads, channels] to the dtype of the pages; 8-bit floats are divided by scale, and saturate."""
     if IS_SCALED:
         values = tl.div_rn(values.to(tl.float32), tl.zeros_like(values).to(tl.float32) + scale)
         values = tl.minimum(tl.maximum(values, -448.0), 448.0)
@@ -111,8 +112,8 @@ def _rope_store(
     value_pages,
     slot_mapping,
     eps: float,
-    key_scale: float,
-    value_scale: float,
+    key_scale,
+    value_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -121,6 +122,7 @@ def _rope_store(
     SLOT_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     IS_SCALED: tl.constexpr,
+    HAS_HEAD_SCALES: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -172,7 +174,13 @@ def _rope_store(
     slot = tl.load(slot_mapping + token)
     place = (slot // PAGE_SIZE) * PAGE_STRIDE + (slot % PAGE_SIZE) * SLOT_STRIDE  # 64 bits: pools exceed 2^31 values
     stored: tl.constexpr = key_pages.dtype.element_ty
-    is_key = inside & ((head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS))[:, None]
+    is_key_head = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    if HAS_HEAD_SCALES:
+        key_scale = tl.load(key_scale + head - NUM_HEADS, mask=is_key_head, other=1.0)[:, None]
+        value_head = head - NUM_HEADS - NUM_KV_HEADS
+        is_value_head = is_value & (value_head < NUM_KV_HEADS)
+        value_scale = tl.load(value_scale + value_head, mask=is_value_head, other=1.0)[:, None]
+    is_key = inside & is_key_head[:, None]
     to_key = key_pages + place + (head - NUM_HEADS)[:, None] * HEAD_STRIDE + channel[None, :]
     tl.store(to_key, _convert(first_rotated, key_scale, stored, IS_SCALED), mask=is_key)
     tl.store(to_key + HALF, _convert(second_rotated, key_scale, stored, IS_SCALED), mask=is_key)
