@@ -25,6 +25,35 @@ _QWEN3 = {
     "vocab_size": 151936,
 }
 
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "eos_token_id": [200002, 199999, 200012],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "rope_theta": 150000.0,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
 BUILTIN_MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _QWEN3
     | {
@@ -87,6 +116,8 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vocab_size": 32000,
     },
+    "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
     "Llama-3.1-8B": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

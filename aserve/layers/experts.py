@@ -14,8 +14,9 @@ GATE_UP, DOWN = "gate_up", "down"
 class Experts(WeightedLayer):
     """What the quant method makes of each expert's two weights, side by side: "gate_up.weight" [E, ...] and so on.
 
-    A checkpoint holds the projections of each expert, or those of all in two tensors. A bias, if there is one, is
-    "gate_up_bias" [E, 2 * I] or "down_bias" [E, hidden].
+    A checkpoint holds the projections of each expert, or those of all in two tensors: [E, out, in] with the gate first,
+    or, ``is_interleaved``, [E, in, out] with gate and up part by turns. A bias, if there is one, is "gate_up_bias"
+    [E, 2 * I] or "down_bias" [E, hidden], in the activations' dtype.
     """
 
     def __init__(
@@ -27,12 +28,16 @@ class Experts(WeightedLayer):
         weights: WeightFormat,
         *,
         swiglu: SwiGlu = SILU,
+        has_bias: bool = False,
+        is_interleaved: bool = False,
     ) -> None:
         super().__init__(name, weights)
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.routing = routing
         self.swiglu = swiglu
+        self._has_bias = has_bias
+        self._is_interleaved = is_interleaved
         self._waiting: dict[int, dict[str, Tensor]] = {}
 
     @property
@@ -53,6 +58,22 @@ class Experts(WeightedLayer):
         return self._apply(DOWN, x, expert)
 
     def slots(self) -> dict[str, WeightSlot]:
+        slots = self._joint_slots() if self._is_interleaved else self._separate_slots()
+        if self._has_bias:
+            num_experts = self.routing.num_experts
+            for kind, size in ((GATE_UP, 2 * self.intermediate_size), (DOWN, self.hidden_size)):
+                slot = WeightSlot((num_experts, size), partial(self._write_bias, kind))
+                slots[f"{self.name}.{kind}_proj_bias"] = slot
+        return slots
+
+    def _joint_slots(self) -> dict[str, WeightSlot]:
+        hidden, inner, num_experts = self.hidden_size, self.intermediate_size, self.routing.num_experts
+        return {
+            f"{self.name}.{kind}_proj": WeightSlot((num_experts, *shape), partial(self._store_transposed, kind))
+            for kind, shape in ((GATE_UP, (hidden, 2 * inner)), (DOWN, (inner, hidden)))
+        }
+
+    def _separate_slots(self) -> dict[str, WeightSlot]:
         hidden, inner, num_experts = self.hidden_size, self.intermediate_size, self.routing.num_experts
         slots, merged = {}, list[str]()
         for expert in range(num_experts):
@@ -82,6 +103,15 @@ class Experts(WeightedLayer):
         for expert, weight in enumerate(weights):
             self._store(kind, expert, weight)
 
+    def _store_transposed(self, kind: str, weights: Tensor) -> None:
+        for expert, weight in enumerate(weights):
+            rows = weight.to(self.weights.device).T
+            self._store(kind, expert, _gate_first(rows) if kind == GATE_UP else rows.contiguous())
+
+    def _write_bias(self, kind: str, bias: Tensor) -> None:
+        arranged = _gate_first(bias.T).T if kind == GATE_UP and self._is_interleaved else bias
+        self.tensors[f"{kind}_bias"] = arranged.to(self.weights.device, self.weights.dtype, copy=True).contiguous()
+
     def _store(self, kind: str, expert: int, weight: Tensor) -> None:
         """Pack one expert's ``weight`` [out, in] into its place among the others."""
         packed = self.weights.method.pack(weight.to(self.weights.device), self.weights.dtype)
@@ -99,3 +129,8 @@ class Experts(WeightedLayer):
     def _packed(self, kind: str) -> dict[str, Tensor]:
         prefix = f"{kind}."
         return {key.removeprefix(prefix): tensor for key, tensor in self.tensors.items() if key.startswith(prefix)}
+
+
+def _gate_first(rows: Tensor) -> Tensor:
+    """Return the even ``rows`` of [2 * I, ...], which are the gate's, before the odd ones."""
+    return torch.cat((rows[0::2], rows[1::2]))

@@ -26,6 +26,9 @@ class Architecture:
     has_vision: bool = False  # its text model, which is what runs, has a "text_config" and tensor names of its own
     has_merged_projections: bool = False  # the checkpoint holds qkv_proj and gate_up_proj instead of their parts
     has_experts: bool = False  # feed-forward blocks may be mixtures of experts
+    has_clamped_experts: bool = False  # these have biases and cut gates; one tensor has the rows of all by turns
+    may_be_mxfp4: bool = False  # so may its experts be quantised
+    has_sinks: bool = False  # a learned logit per head takes part in the softmax of attention
     may_rotate_partly: bool = False  # heeds "partial_rotary_factor"
     defaults: Mapping[str, Any] = field(
         default_factory=dict
@@ -95,6 +98,34 @@ ARCHITECTURES: dict[str, Architecture] = {
             "norm_topk_prob": False,
             "sliding_window": 4096,
         },
+    ),
+    "GptOssForCausalLM": Architecture(
+        "gpt_oss",
+        window="by_pattern",
+        has_experts=True,
+        has_clamped_experts=True,
+        may_be_mxfp4=True,
+        has_sinks=True,
+        defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        renamed={".mlp.router.": ".mlp.gate."},
     ),
     "Phi3ForCausalLM": Architecture(
         "phi3",

@@ -42,6 +42,7 @@ class DecoderConfig:
     has_unit_offset_norms: bool = False  # the checkpoint keeps a norm's weight less 1
     scales_embeddings: bool = False  # by the square root of hidden_size
     moe: MoeConfig | None = None
+    has_sinks: bool = False  # a learned logit per head takes part in the softmax of attention
     activation: Activation = "silu"
     attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # of scores
@@ -63,11 +64,11 @@ class DecoderConfig:
 
         Raises ConfigError naming the field for what is unsupported.
         """
-        _refuse_quantised(Fields(config))
         model_type = Fields(config).get("model_type", str, "")
         name, architecture = find_architecture(config.get("architectures") or [], model_type)
+        _refuse_quantised(config, architecture)
         if architecture.has_vision:
-            config = _text_config(config)
+            config = _text_config(config, architecture)
         config = {**architecture.defaults, **config}
         fields = Fields(config)
         _check_for(architecture, fields)
@@ -107,7 +108,10 @@ class DecoderConfig:
             has_sandwich_norms=architecture.has_sandwich_norms,
             has_unit_offset_norms=architecture.has_unit_offset_norms,
             scales_embeddings=architecture.scales_embeddings,
-            moe=moe_from_hf(config, num_layers) if architecture.has_experts else None,
+            moe=moe_from_hf(config, num_layers, is_clamped=architecture.has_clamped_experts)
+            if architecture.has_experts
+            else None,
+            has_sinks=architecture.has_sinks,
             activation=architecture.activation,
             attention_scale=None if query_scalar is None else query_scalar**-0.5,
             attention_softcap=fields.get_positive("attn_logit_softcapping"),
@@ -156,8 +160,15 @@ class DecoderConfig:
         )
 
 
-def _refuse_quantised(fields: Fields) -> None:
-    if not _quantises_kv_only(fields.get_fields("quantization_config")):
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Whether the content of config.json says that experts are kept in MXFP4."""
+    return Fields(config).get_fields("quantization_config").get("quant_method", str) == "mxfp4"
+
+
+def _refuse_quantised(config: Mapping[str, Any], architecture: Architecture) -> None:
+    fields = Fields(config)
+    is_read = architecture.may_be_mxfp4 and is_mxfp4(config)
+    if not is_read and not _quantises_kv_only(fields.get_fields("quantization_config")):
         fields.refuse("quantization_config", "quantised checkpoint")
 
 
@@ -167,12 +178,12 @@ def _quantises_kv_only(quantization: Fields) -> bool:
     return is_known and "kv_cache_scheme" in quantization and not quantization.get_fields("config_groups")
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_config(config: Mapping[str, Any], architecture: Architecture) -> Mapping[str, Any]:
     """Return the fields of the text model in the config of one that sees images as well."""
     text_config = config.get("text_config")
     if not isinstance(text_config, Mapping):
         raise ConfigError(f"the model's config lacks text_config, got {text_config!r}")
-    _refuse_quantised(Fields(text_config))
+    _refuse_quantised(text_config, architecture)
     return text_config
 
 

@@ -13,6 +13,7 @@ from aserve.layers.experts import Experts
 from aserve.layers.linear import Linear
 from aserve.layers.norm import NormWeight
 from aserve.layers.rotary import RotaryTable, pair_halves
+from aserve.layers.sinks import AttentionSinks
 from aserve.layers.stored_kv_scales import StoredKVScales
 from aserve.layers.weighted import WeightedLayer, WeightFormat, WeightSlot
 from aserve.models.config import DecoderConfig
@@ -135,7 +136,7 @@ class DecoderLayer:
 
 
 class Attention:
-    """Grouped-query attention over the paged pool, with optional biases, QK norm and sliding window."""
+    """Grouped-query attention over the paged pool, with optional biases, QK norm, sliding window and sinks."""
 
     def __init__(self, config: DecoderConfig, layer_idx: int, weights: WeightFormat) -> None:
         name = f"model.layers.{layer_idx}.self_attn"
@@ -166,6 +167,7 @@ class Attention:
             else None
         )
         self.stored_kv_scales = StoredKVScales(name, config.num_kv_heads, weights)
+        self._sinks = AttentionSinks(f"{name}.sinks", config.num_heads, weights) if config.has_sinks else None
         self.spec = AttentionSpec(
             layer_idx=layer_idx,
             num_heads=config.num_heads,
@@ -174,6 +176,7 @@ class Attention:
             scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
             sliding_window=config.sliding_windows[layer_idx],
             softcap=config.attention_softcap,
+            sinks=None if self._sinks is None else self._sinks.logits,
         )
 
     def forward(self, qkv: Tensor, cos_sin: Tensor, ctx: ForwardContext) -> Tensor:
@@ -198,7 +201,8 @@ class Attention:
 
     def weighted_layers(self) -> list[WeightedLayer]:
         """Every layer that keeps weights, each once."""
-        return [self.qkv, self._output, self.stored_kv_scales, *(self._qk_norms or ())]
+        sinks = [] if self._sinks is None else [self._sinks]
+        return [self.qkv, self._output, self.stored_kv_scales, *(self._qk_norms or ()), *sinks]
 
 
 class Mlp:
@@ -239,8 +243,19 @@ class SparseMlp:
         # Small, and rounding its weight would change which experts a token takes.
         exact = replace(weights, method=Unquantized())
         router_name = f"{name}.gate"
-        self._router = Linear(router_name, config.hidden_size, {router_name: moe.routing.num_experts}, exact)
-        self._experts = Experts(f"{name}.experts", config.hidden_size, moe.intermediate_size, moe.routing, weights)
+        self._router = Linear(
+            router_name, config.hidden_size, {router_name: moe.routing.num_experts}, exact, has_bias=moe.has_bias
+        )
+        self._experts = Experts(
+            f"{name}.experts",
+            config.hidden_size,
+            moe.intermediate_size,
+            moe.routing,
+            weights,
+            swiglu=moe.swiglu,
+            has_bias=moe.has_bias,
+            is_interleaved=moe.is_interleaved,
+        )
 
     def forward(
         self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, operators: Operators

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aserve.errors import ConfigError
-from aserve.kernels.experts import Routing
+from aserve.kernels.experts import SILU, Routing, SwiGlu
 from aserve.models.fields import Fields
 
 COUNTS = ("num_experts", "num_local_experts")  # the field has both names, in transformers too
@@ -18,10 +18,13 @@ class MoeConfig:
     routing: Routing
     intermediate_size: int  # of one expert
     are_sparse: tuple[bool, ...]
+    swiglu: SwiGlu = SILU
+    has_bias: bool = False  # of the router and of all projections
+    is_interleaved: bool = False  # the checkpoint holds all experts in one, [E, in, out], gate and up part by turns
 
 
-def moe_from_hf(config: Mapping[str, Any], num_layers: int) -> MoeConfig:
-    """Read the content of config.json, completed by what may be absent.
+def moe_from_hf(config: Mapping[str, Any], num_layers: int, *, is_clamped: bool) -> MoeConfig:
+    """Read the content of config.json, completed by what may be absent; ``is_clamped``: of experts as gpt-oss has them.
 
     Raises ConfigError naming the field for what is missing or makes no sense.
     """
@@ -36,7 +39,14 @@ def moe_from_hf(config: Mapping[str, Any], num_layers: int) -> MoeConfig:
         routing=Routing(num_experts, experts_per_token, fields.require("norm_topk_prob", bool)),
         intermediate_size=fields.get_size("moe_intermediate_size") or fields.require_size("intermediate_size"),
         are_sparse=_sparse_layers(config, num_layers),
+        swiglu=_clamped_swiglu(fields) if is_clamped else SILU,
+        has_bias=is_clamped,
+        is_interleaved=is_clamped,
     )
+
+
+def _clamped_swiglu(fields: Fields) -> SwiGlu:
+    return SwiGlu(fields.require("swiglu_alpha", float), fields.get_positive("swiglu_limit"), up_offset=1.0)
 
 
 def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:

@@ -42,7 +42,7 @@ def load_model(
         if files.config is not None:
             model = _draw(DecoderConfig.from_hf(files.config), weights, operators)
         else:
-            model = _load_checkpoint(open_checkpoint(files), weights, operators)
+            model = _load_checkpoint(open_checkpoint(files, device), weights, operators)
     return LoadedModel(model, model.config)
 
 
@@ -64,6 +64,9 @@ def _load_checkpoint(checkpoint: Checkpoint, weights: WeightFormat, operators: O
     return model
 
 
-def open_checkpoint(files: ModelFiles) -> Checkpoint:
-    """Open the files of a model that has weights and check that they fit together; no weights are read."""
-    return GgufFile(files.path) if files.format == "gguf" else SafetensorsFolder(files.path)
+def open_checkpoint(files: ModelFiles, device: torch.device) -> Checkpoint:
+    """Open the files of a model that has weights and check that they fit together; no weights are read.
+
+    What is compressed may be expanded on ``device``.
+    """
+    return GgufFile(files.path) if files.format == "gguf" else SafetensorsFolder(files.path, device)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from aserve.errors import ConfigError, WeightsError
 from aserve.models.architectures import ARCHITECTURES, Architecture
-from aserve.models.config import DecoderConfig
+from aserve.models.config import DecoderConfig, is_mxfp4
 from aserve.weights.checkpoint import Checkpoint, StoredTensor
+from aserve.weights.mxfp4 import BLOCKS, SCALES, expand_mxfp4
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +31,13 @@ FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 class SafetensorsFolder(Checkpoint):
     """Opens no weights file before it is asked for tensors, except for the check that index and files agree."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, device: torch.device) -> None:
+        """Tensors in MXFP4 are expanded on ``device``."""
         self.path = path
-        self.config = DecoderConfig.from_hf(_read_object(path / "config.json"))
+        self._device = device
+        config = _read_object(path / "config.json")
+        self.config = DecoderConfig.from_hf(config)
+        self._is_mxfp4 = is_mxfp4(config)
         self._architecture = ARCHITECTURES[self.config.architecture]
         self._owners = _read_index(path)  # tensor -> file name, None without an index
         self._weight_files = _find_files(path, self._owners)
@@ -52,7 +57,11 @@ class SafetensorsFolder(Checkpoint):
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
                     is_owned = self._owners is None or self._owners.get(name) == file.name
                     own_name = model_name(name, self._architecture)
-                    if is_owned and own_name is not None:
+                    if not is_owned or own_name is None or (self._is_mxfp4 and name.endswith(SCALES)):
+                        continue
+                    if self._is_mxfp4 and name.endswith(BLOCKS):
+                        yield self._expanded(opened, file, name.removesuffix(BLOCKS), own_name.removesuffix(BLOCKS))
+                    else:
                         yield self._stored(opened, file, name, own_name)
 
     def _has_head_of_its_own(self) -> bool:
@@ -63,6 +72,25 @@ class SafetensorsFolder(Checkpoint):
     def _stored(self, opened: Any, file: Path, name: str, own_name: str) -> StoredTensor:
         shape = tuple(opened.get_slice(name).get_shape())
         return StoredTensor(own_name, name, file, shape, partial(_read_tensor, opened, file, name))
+
+    def _expanded(self, opened: Any, file: Path, name: str, own_name: str) -> StoredTensor:
+        """Return what blocks and scales in MXFP4 stand for; an index may place the scales in another file."""
+        blocks, scales = name + BLOCKS, name + SCALES
+        scales_file = file if self._owners is None else self.path / self._owners.get(scales, file.name)
+        if scales not in _tensor_names(scales_file):
+            raise WeightsError(f"tensor {scales} is missing from {scales_file}, but {file} has {blocks}")
+        *outer, num_blocks, block_bytes = opened.get_slice(blocks).get_shape()
+        shape = (*outer[:-1], num_blocks * 2 * block_bytes, *outer[-1:])
+
+        def read() -> Tensor:
+            with _open(scales_file) as other:
+                parts = _read_bytes(opened, file, blocks), _read_bytes(other, scales_file, scales)
+            try:
+                return expand_mxfp4(*parts, self._device)
+            except ValueError as error:
+                raise WeightsError(f"tensor {blocks} in {file} cannot be expanded: {error}") from error
+
+        return StoredTensor(own_name, blocks, file, shape, read)
 
     def _check_index(self, owners: dict[str, str]) -> None:
         """Raise unless each tensor stands in the file that the index names, and the index names each tensor."""
@@ -154,6 +182,14 @@ def _open(file: Path) -> Any:
 def _tensor_names(file: Path) -> set[str]:
     with _open(file) as opened:
         return set(opened.keys())
+
+
+def _read_bytes(opened: Any, file: Path, name: str) -> Tensor:
+    dtype = opened.get_slice(name).get_dtype()
+    if dtype != "U8":
+        raise WeightsError(f"tensor {name} in {file} is of the type {dtype}, but MXFP4 is kept in U8")
+    tensor: Tensor = opened.get_tensor(name)
+    return tensor
 
 
 def _read_tensor(opened: Any, file: Path, name: str) -> Tensor:

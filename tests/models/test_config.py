@@ -41,6 +41,40 @@ MIXTRAL = LLAMA_8B | {
     "rope_scaling": None,
 }
 
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
 PHI3 = {  # Phi-3-mini-128k-instruct, without its factors
     "architectures": ["Phi3ForCausalLM"],
     "model_type": "phi3",
@@ -140,6 +174,9 @@ def test_integers_are_fine_where_floats_are_expected() -> None:
         (changed(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
         (changed(architectures=[], model_type="gemma3n"), "gemma3n"),
         (changed(num_local_experts=8), "num_local_experts"),
+        (changed(GPT_OSS_20B, swiglu_limit=0), "swiglu_limit must be positive"),
+        (changed(GPT_OSS_20B, swiglu_alpha="x"), "swiglu_alpha must be of type float"),
+        (changed(GPT_OSS_20B, quantization_config={"quant_method": "awq"}), "quantization_config.*awq"),
         (changed(MIXTRAL, num_local_experts=None), "lacks num_experts"),
         (changed(MIXTRAL, num_local_experts=-1), "num_local_experts must be positive"),
         (changed(MIXTRAL, num_experts_per_tok=9), "num_experts_per_tok is 9, but there are 8 experts"),
@@ -255,6 +292,29 @@ def test_layers_with_experts() -> None:
     assert (moe.routing.experts_per_token, moe.routing.is_renormalised, moe.intermediate_size) == (8, False, 768)
     assert moe.are_sparse == (False, False, False, True, False, True)
     assert DecoderConfig.from_hf(LLAMA_8B).moe is None
+
+
+def test_gpt_oss() -> None:
+    """As its first checkpoints write it, and with what transformers takes for fields that are left out."""
+    from transformers import GptOssConfig
+
+    config = DecoderConfig.from_hf(GPT_OSS_20B)
+    assert config.moe is not None
+    assert (config.moe.routing.num_experts, config.moe.routing.experts_per_token) == (32, 4)
+    assert (config.moe.swiglu.alpha, config.moe.swiglu.limit, config.moe.swiglu.up_offset) == (1.702, 7.0, 1.0)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (64, 8, 64)
+    assert (config.has_sinks, config.has_qkv_bias, config.has_output_bias) == (True, True, True)
+    assert config.sliding_windows == (128, None) * 12
+    assert config.max_context_len == 131072
+    rope = config.rope
+    assert (rope.scaling, rope.theta, rope.factor, rope.original_context_len) == ("yarn", 150000.0, 32.0, 4096)
+    assert not rope.is_range_truncated
+    assert rope.attention_factor == pytest.approx(0.1 * math.log(32) + 1)
+    kept = ("architectures", "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
+    sizes = ("num_attention_heads", "num_hidden_layers", "num_local_experts")
+    sparse = {name: GPT_OSS_20B[name] for name in (*kept, *sizes)}
+    assert DecoderConfig.from_hf(sparse) == config
+    assert DecoderConfig.from_hf(GptOssConfig(**sparse).to_dict()) == config
 
 
 def test_sliding_windows() -> None:

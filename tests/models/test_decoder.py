@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_gpt_oss import GPT_OSS
 from doubles_models import TINY, PagedSequence, edit_config, load_folder, make_oracle, save_with_noise
 from doubles_runner import single_plan
 from safetensors.torch import load_file, save_file
@@ -105,6 +106,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         QWEN3_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
     ),
     "qwen3_moe, window": ("qwen3_moe", QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 5}),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss, three layers of a kind": (
+        "gpt_oss",
+        GPT_OSS | {"layer_types": ["full_attention"] * 3 + ["sliding_attention"], "num_experts_per_tok": 1},
+    ),
+    "gpt_oss, tight clamps, no biases of attention": (
+        "gpt_oss",
+        GPT_OSS | {"attention_bias": False, "swiglu_limit": 0.25, "swiglu_alpha": 1.1, "tie_word_embeddings": True},
+    ),
     "phi3": ("phi3", PHI3),
     "phi3, one head per key and window": ("phi3", PHI3 | {"num_key_value_heads": None, "sliding_window": 6}),
     "phi3, rotating in part": ("phi3", PHI3 | {"rope_parameters": {"partial_rotary_factor": 0.75}}),
@@ -248,6 +258,7 @@ def test_experts_of_a_layer_in_two_tensors(case: str, tmp_path: Path, token_ids:
         "phi3, long factors",
         "gemma2, tight caps",
         "gemma3",
+        "gpt_oss",
     ],
 )
 def test_tokens_of_a_runner_equal_transformers(case: str, tmp_path: Path, token_ids: list[int]) -> None:

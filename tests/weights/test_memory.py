@@ -58,12 +58,14 @@ def test_weights_may_fill_what_is_free_and_no_byte_more(
     check_memory(model, on_cpu)  # a CPU's memory is not asked for
 
 
-def test_needed_and_free_are_named_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama-3.1-8B has 8,030,261,248 parameters; that is 14.96 GiB in bfloat16. Its weights are never made."""
+@pytest.mark.parametrize(("name", "needed"), [("Llama-3.1-8B", "14.96"), ("gpt-oss-120b", "217.61")])
+def test_needed_and_free_are_named_in_gib(name: str, needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, of 8,030,261,248 and 116,829,156,672 parameters. The weights are never made."""
     weights = WeightFormat(Unquantized(), torch.bfloat16, CPU)
-    model = Decoder(DecoderConfig.from_hf(BUILTIN_MODELS["Llama-3.1-8B"]), weights, Operators())
+    model = Decoder(DecoderConfig.from_hf(BUILTIN_MODELS[name]), weights, Operators())
     leave_free(monkeypatch, 9 * GIB + GIB // 4)
-    with pytest.raises(ConfigError, match=r"need 14\.96 GiB, 9\.25 of 80\.00 GiB are free; stop what else uses"):
+    words = rf"need {re.escape(needed)} GiB, 9\.25 of 80\.00 GiB are free; stop what else uses"
+    with pytest.raises(ConfigError, match=words):
         check_memory(model, replace(weights, device=CUDA))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_gpt_oss import MXFP4
 from doubles_models import TINY, PagedSequence
 
 from aserve.cli import main
@@ -22,6 +23,7 @@ from aserve.weights.load import load_model
 QWEN3 = TINY | {"model_type": "qwen3", "vocab_size": 1000, "hidden_size": 128, "head_dim": 32, "rms_norm_eps": 1e-6}
 QWEN3_MOE = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 QWEN2 = TINY | {"model_type": "qwen2", "vocab_size": 1000}
+GPT_OSS = QWEN3 | {"model_type": "gpt_oss", "num_local_experts": 4, "swiglu_limit": 7.0} | MXFP4
 CPU = torch.device("cpu")
 
 
@@ -58,7 +60,7 @@ def test_a_tensor_does_not_depend_on_how_many_layers_there_are() -> None:
     assert all(torch.equal(tensor, large[name]) for name, tensor in small.items())
 
 
-@pytest.mark.parametrize("config", [QWEN3, QWEN2, QWEN3_MOE], ids=["qwen3", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("config", [QWEN3, QWEN2, QWEN3_MOE, GPT_OSS], ids=["qwen3", "qwen2", "qwen3_moe", "gpt_oss"])
 def test_norms_are_one_and_all_else_is_normal(config: dict[str, Any]) -> None:
     for name, tensor in tensors_of(load(config)).items():
         if name.endswith("norm.weight"):
@@ -130,7 +132,8 @@ def test_weights_in_the_folder_are_not_read(tmp_path: Path) -> None:
             "Qwen3-9B",
             {},
             "'Qwen3-9B' is neither; built in: "
-            "Qwen3-0.6B, Qwen3-8B, Qwen3-14B, Qwen3-30B-A3B, Mixtral-8x7B, Llama-3.1-8B",
+            "Qwen3-0.6B, Qwen3-8B, Qwen3-14B, Qwen3-30B-A3B, Mixtral-8x7B, "
+            "gpt-oss-20b, gpt-oss-120b, Llama-3.1-8B",
         ),
         (None, {}, "random weights need a model"),
         ("Qwen3-8B", {"revision": "main"}, "a revision (main) makes no sense"),
