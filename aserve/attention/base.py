@@ -162,6 +162,8 @@ class AttentionProblem:
     page_size: int
     kinds: tuple[AttentionKind, ...]  # of the model's layers, each once
     capability: tuple[int, int] = (0, 0)  # of a CUDA device: (9, 0) is Hopper
+    gpu_name: str = ""  # of a CUDA device: "NVIDIA H200"
+    cake_variants: tuple[str, ...] = ()  # of the backend cake, that must be used for their phases
     max_num_seqs: int = 320  # of one step
     max_num_tokens: int = 8192  # of one step
     max_model_len: int = 8192  # of a sequence, in tokens

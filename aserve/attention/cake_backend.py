@@ -19,12 +19,12 @@ from aserve.attention.base import (
     StepTables,
     refuse_device,
 )
+from aserve.attention.cake_choice import choose_decodes, refuse_decodes
+from aserve.kernels.cake.architectures import refuse_architecture
 from aserve.kernels.cake.attention_call import MAX_PAGE_SIZE, AttentionCall, KVPages, PagedBatch, ScoreRules
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
-from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
 from aserve.kernels.cake.plain_decode import run_plain_decode
-from aserve.kernels.cake.select_variant import VariantProblem, select_variant
-from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
+from aserve.kernels.cake.split_decode import PartialResults, SplitLaunch, run_split_decode
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,10 @@ NUM_CPU_PROGRAMS = 6  # under Triton's interpreter, where they run one after ano
 
 @dataclass(frozen=True, slots=True)
 class CakePlan:
-    """A step's decodes, and how each kind of layers that splits keys shares them out."""
+    """A step's decodes, and how each kind of layers that splits keys is launched and shares them out."""
 
     batch: PagedBatch
+    launches: dict[AttentionKind, SplitLaunch]  # of the kinds of layers that split keys
     schedules: dict[AttentionKind, DecodeSchedule]
     is_captured: bool  # with tables that each replay finds rewritten
 
@@ -51,7 +52,7 @@ class CakeBackend(AttentionBackend):
         self, problem: AttentionProblem, device: torch.device, phases: tuple[Phase, ...] = ("decode",)
     ) -> None:
         super().__init__(problem, device, phases)
-        self._variants = {kind: _choose(problem, kind) for kind in problem.kinds}
+        self._launches = {kind: _choose_launches(problem, kind) for kind in problem.kinds}
         self._partials = self._allocate_partials()
         self._rows = torch.arange(problem.max_num_seqs, dtype=torch.int32, device=device)
         self._num_captured_bytes = 0
@@ -64,11 +65,7 @@ class CakeBackend(AttentionBackend):
             return "it has kernels for decodes only"
         if problem.page_size > MAX_PAGE_SIZE:
             return f"it knows page_size up to {MAX_PAGE_SIZE}, not {problem.page_size}"
-        for kind in problem.kinds:
-            choice = select_variant(_variant_problem(problem, kind), DECODE_VARIANTS)
-            if choice.variant is None:
-                return list(choice.refusals.values())[-1]  # of the one that serves most
-        return None
+        return refuse_architecture(problem.capability) or refuse_decodes(problem)
 
     @property
     def workspace_bytes(self) -> int:
@@ -80,7 +77,7 @@ class CakeBackend(AttentionBackend):
             raise ValueError(f"{self.name}: it plans decodes only, not {num_seqs - batch.num_decodes} chunks")
         rows = self._rows[:num_seqs]
         decodes = PagedBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size)
-        plan = CakePlan(decodes, self._allocate_schedules(num_seqs), is_captured=False)
+        plan = self._make_plan(decodes, is_captured=False)
         self._share_out(plan)
         return plan
 
@@ -106,7 +103,7 @@ class CakeBackend(AttentionBackend):
             rules=ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks),
         )
         call.check()
-        launch = self._variants[spec.kind].launch
+        launch = plan.launches.get(spec.kind)
         if launch is None:
             run_plain_decode(call)
         else:
@@ -120,10 +117,10 @@ class CakeBackend(AttentionBackend):
     def prepare_capture(self, shape: CaptureShape, tables: StepTables) -> CakePlan:
         if shape.num_chunks:
             raise ValueError(f"{self.name}: only batches of decodes are captured")
-        schedules = self._allocate_schedules(shape.num_decodes)
-        self._num_captured_bytes += sum(schedule.num_bytes for schedule in schedules.values())
-        decodes = PagedBatch(tables.page_table, tables.rows, tables.key_lens, tables.page_size)
-        return CakePlan(decodes, schedules, is_captured=True)
+        rows, key_lens = tables.rows[: shape.num_decodes], tables.key_lens[: shape.num_decodes]
+        plan = self._make_plan(PagedBatch(tables.page_table, rows, key_lens, tables.page_size), is_captured=True)
+        self._num_captured_bytes += sum(schedule.num_bytes for schedule in plan.schedules.values())
+        return plan
 
     def convert(self, plan: CakePlan) -> None:
         if plan.is_captured:
@@ -131,52 +128,55 @@ class CakeBackend(AttentionBackend):
 
     def _share_out(self, plan: CakePlan) -> None:
         for kind, schedule in plan.schedules.items():
-            launch = self._variants[kind].launch
-            if launch is not None:
-                fill_schedule(
-                    schedule,
-                    plan.batch.key_lens,
-                    window=kind.sliding_window,
-                    num_kv_heads=kind.num_kv_heads,
-                    block_len=launch.block_len,
-                )
+            launch = plan.launches[kind]
+            fill_schedule(
+                schedule,
+                plan.batch.key_lens,
+                window=kind.sliding_window,
+                num_kv_heads=kind.num_kv_heads,
+                block_len=launch.block_len,
+                min_units=launch.min_units,
+            )
 
-    def _allocate_schedules(self, num_seqs: int) -> dict[AttentionKind, DecodeSchedule]:
-        return {
-            kind: DecodeSchedule.allocate(num_seqs, num_programs, self.device)
-            for kind, variant in self._variants.items()
-            if (num_programs := self._count_programs(variant))
+    def _make_plan(self, batch: PagedBatch, *, is_captured: bool) -> CakePlan:
+        """Choose a launch for each kind by the number of sequences, with room for its schedule."""
+        num_seqs = len(batch.key_lens)
+        launches = {
+            kind: launch
+            for kind, steps in self._launches.items()
+            if (launch := next((launch for limit, launch in steps if num_seqs <= limit), steps[-1][1])) is not None
         }
+        schedules = {
+            kind: DecodeSchedule.allocate(num_seqs, self._count_programs(launch), self.device)
+            for kind, launch in launches.items()
+        }
+        return CakePlan(batch, launches, schedules, is_captured)
 
     def _allocate_partials(self) -> PartialResults:
-        """Return room for the kind whose partial results take most."""
-        sizes = [
-            (self._count_programs(variant), kind.num_heads // kind.num_kv_heads, kind.head_dim)
-            for kind, variant in self._variants.items()
+        """Return room for whatever step and kind leaves the most rows, and the most elements."""
+        sizes = [(0, 0)] + [
+            (num_rows := self._count_programs(launch) * (kind.num_heads // kind.num_kv_heads), num_rows * kind.head_dim)
+            for kind, steps in self._launches.items()
+            for _, launch in steps
+            if launch is not None
         ]
-        num_programs, group, head_dim = max(sizes, key=lambda size: size[0] * size[1] * size[2])
-        return PartialResults.allocate(num_programs, group, head_dim, self.device)
+        num_rows, num_elements = (max(counts) for counts in zip(*sizes, strict=True))
+        return PartialResults.allocate(num_rows, 1, -(-num_elements // max(num_rows, 1)), self.device)
 
-    def _count_programs(self, variant: DecodeVariant) -> int:
-        """Return how many share a step of the variant, 0 for the plain kernel."""
-        if variant.launch is None:
-            return 0
+    def _count_programs(self, launch: SplitLaunch) -> int:
+        """Return how many share a step."""
         if self.device.type != "cuda":
             return NUM_CPU_PROGRAMS
         num_sms: int = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return num_sms * variant.launch.programs_per_sm
+        return num_sms * launch.programs_per_sm
 
 
-def _variant_problem(problem: AttentionProblem, kind: AttentionKind) -> VariantProblem:
-    """Every layer may be asked for its log-sum-exp."""
-    group = kind.num_heads // kind.num_kv_heads
-    return VariantProblem(problem.dtype, problem.kv_dtype, kind.head_dim, group, problem.capability, return_lse=True)
-
-
-def _choose(problem: AttentionProblem, kind: AttentionKind) -> DecodeVariant:
-    choice = select_variant(_variant_problem(problem, kind), DECODE_VARIANTS)
-    if choice.variant is None:
-        raise ValueError(f"cake: no variant serves {kind}: {choice.refusals}")
-    passed_over = "; ".join(f"{name}: {reason}" for name, reason in choice.refusals.items())
-    logger.info("cake: %s for head_dim %d (%s)", choice.variant.name, kind.head_dim, passed_over or "the first row")
-    return choice.variant
+def _choose_launches(problem: AttentionProblem, kind: AttentionKind) -> list[tuple[int, SplitLaunch | None]]:
+    """Return the launch of each choice, None for the plain kernel, after the most sequences that it is for."""
+    launches = []
+    for step in choose_decodes(problem, kind):
+        if step.choice.variant is None:
+            raise ValueError(f"cake: no variant serves {kind}: {step.choice.refusals}")
+        logger.info("cake: %s", step.describe(kind))
+        launches.append((step.max_seqs, step.choice.variant.launch))
+    return launches

@@ -81,8 +81,9 @@ def refusals_here() -> dict[str, str | None]:
     kind = AttentionKind(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
     problems = [AttentionProblem("cpu", torch.float32, torch.float32, PAGE_SIZES[0], (kind,))]
     if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        problems.append(AttentionProblem("cuda", torch.bfloat16, torch.bfloat16, PAGE_SIZES[0], (kind,), capability))
+        capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+        bf16 = torch.bfloat16
+        problems.append(AttentionProblem("cuda", bf16, bf16, PAGE_SIZES[0], (kind,), capability, name))
     return {name: refusal or _refuse_all(name, problems) for name, refusal in BACKENDS.refusals().items()}
 
 

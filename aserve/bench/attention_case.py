@@ -111,6 +111,7 @@ class AttentionSetup:
             page_size=self.page_size,
             kinds=(kind,),
             capability=torch.cuda.get_device_capability(self.device) if is_cuda else (0, 0),
+            gpu_name=torch.cuda.get_device_name(self.device) if is_cuda else "",
             max_num_seqs=shape.batch,
             max_num_tokens=shape.num_tokens,
             max_model_len=shape.max_key_len,

@@ -51,6 +51,7 @@ def outline(
         page_size=config.page_size or DEFAULT_PAGE_SIZE,
         kinds=tuple(dict.fromkeys(spec.kind for spec in model.attention_specs())),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+        gpu_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
         max_num_seqs=max_num_seqs,
         max_num_tokens=max_num_tokens,
         max_model_len=max_model_len,

@@ -129,8 +129,13 @@ def test_the_choice_is_logged_with_its_reasons(caplog: pytest.LogCaptureFixture)
     caplog.set_level(logging.INFO)
     make_backend(make_spec(4, 2, 128), make_spec(4, 2, 80))
     first, second = (record.getMessage() for record in caplog.records)
-    assert first == "cake: decode-16-d128 for head_dim 128 (decode-16-d64: it knows head_dim 64, not 128)"
-    assert second.startswith("cake: decode-plain for head_dim 80 (decode-16-d64: it knows head_dim 64, not 80; ")
+    assert first == (
+        "cake: decode-16-d128 for head_dim 128, up to 8 sequences (decode-16-d64-short, decode-16-d64: it knows "
+        "head_dim 64, not 128; decode-16-d128-short: it serves queries that see 128 keys at most, not 8192)"
+    )
+    assert second.startswith(
+        "cake: decode-plain for head_dim 80, up to 8 sequences (decode-16-d64-short, decode-16-d64: it knows head_dim "
+    )
 
 
 def test_chunks_are_not_planned() -> None:
@@ -143,6 +148,7 @@ def test_chunks_are_not_planned() -> None:
 REFUSALS: list[tuple[dict[str, Any], Phase, str]] = [
     ({"device_type": "cpu"}, "decode", "CUDA device only, not on cpu"),
     ({"capability": (7, 5)}, "decode", "compute capability 8.0 or more, not 7.5"),
+    ({"capability": (13, 0)}, "decode", "it has no launches for compute capability 13.0, only for 8.0, 8.6"),
     ({}, "prefill", "it has kernels for decodes only"),
     ({"page_size": 512}, "decode", "page_size up to 256, not 512"),
     ({"kv_dtype": torch.float16}, "decode", "does not read float16 with queries in bfloat16"),

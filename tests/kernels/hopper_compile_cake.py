@@ -1,14 +1,19 @@
 """Compiles the cake family's decode kernels for a Hopper GPU on a machine without one; prints a JSON line a launch.
 
+With a compute capability as its arguments (8 6, say), it compiles the rows that the selector admits there at both ends
+of their groups, as the files of launches say for such GPUs.
+
 Run as a script: Triton must not be interpreting. Launches become compilations, through Triton's own driver interface.
 """
 
 import json
 import re
+import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
-from doubles_hopper import HopperDriver
+from doubles_hopper import HopperDriver, read_resources
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -16,7 +21,9 @@ from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatc
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
 from aserve.kernels.cake.plain_decode import run_plain_decode
+from aserve.kernels.cake.select_variant import VariantProblem, refuse_variant
 from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
+from aserve.kernels.cake.tuned_launches import tune_rows
 
 CPU = torch.device("cpu")
 GROUP = 4
@@ -26,28 +33,32 @@ def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: An
     """Compile, do not launch."""
     kernel = compile_only(self, *args, grid=grid, warmup=True, **options)
     line = {
-        "variant": current[0],
         "kernel": self.fn.__name__,
         "copies": re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], 0x([0-9a-f]+)", kernel.asm["ptx"]),
         "products": len(re.findall(r"(?:mma|wgmma)\S*\.sync", kernel.asm["ptx"])),
         "roundings": len(re.findall(r"cvt\S*\.bf16\.f16", kernel.asm["ptx"])),
         "shared_bytes": kernel.metadata.shared,
         "is_new": all(kernel is not other for other in kernels),
+        **read_resources(kernel.asm["cubin"]),
+        **place,
     }
     kernels.append(kernel)
     print(json.dumps(line), flush=True)
 
 
-def compile_variant(variant: DecodeVariant, num_seqs: int, width: int, *, first: int, is_full: bool) -> None:
+def compile_variant(
+    variant: DecodeVariant, num_seqs: int, width: int, *, first: int, is_full: bool, group: int = GROUP
+) -> None:
     """As a captured or eager step of ``num_seqs`` sequences would; ``first`` moves the tables by some elements."""
     dtype, kv_dtype = variant.dtypes[-1]
+    place.update(variant=variant.name, group=group)
     head_dim, num_kv_heads = variant.head_dims[-1], 2
-    q = torch.empty(num_seqs, num_kv_heads * GROUP, head_dim, dtype=dtype)
+    q = torch.empty(num_seqs, num_kv_heads * group, head_dim, dtype=dtype)
     pages = torch.empty(3, 16, num_kv_heads, head_dim, dtype=torch.uint8).to(kv_dtype)
     table = torch.zeros(num_seqs + 1, width, dtype=torch.int32)
     lens = torch.ones(num_seqs + first, dtype=torch.int32)[first:]
-    sinks = torch.zeros(num_kv_heads * GROUP) if is_full else None
-    rules = ScoreRules(0.1, 5, 30.0, sinks) if is_full else ScoreRules(0.1)
+    sinks = torch.zeros(num_kv_heads * group) if is_full else None
+    rules = ScoreRules(0.1, variant.max_keys or 300, 30.0, sinks) if is_full else ScoreRules(0.1)
     call = AttentionCall(
         q,
         torch.empty_like(q),
@@ -60,15 +71,44 @@ def compile_variant(variant: DecodeVariant, num_seqs: int, width: int, *, first:
         run_plain_decode(call)
         return
     schedule = DecodeSchedule.allocate(num_seqs, 264, CPU)
-    fill_schedule(schedule, lens, window=rules.window, num_kv_heads=num_kv_heads, block_len=variant.launch.block_len)
-    run_split_decode(call, variant.launch, schedule, PartialResults.allocate(264, GROUP, head_dim, CPU))
+    launch = variant.launch
+    fill_schedule(
+        schedule,
+        lens,
+        window=rules.window,
+        num_kv_heads=num_kv_heads,
+        block_len=launch.block_len,
+        min_units=launch.min_units,
+    )
+    run_split_decode(call, launch, schedule, PartialResults.allocate(264, group, head_dim, CPU))
 
 
-driver.set_active(HopperDriver())
-compile_only, kernels, current = JITFunction.run, list[Any](), [""]
+def compile_steps() -> None:
+    """Of all rows."""
+    for row in DECODE_VARIANTS:
+        for is_full in (False, True) if row.head_dims == (128,) and row.max_keys is None else (True,):
+            for num_seqs, width, first in ((16, 64, 0), (1, 1, 1), (5, 33, 3)):
+                compile_variant(row, num_seqs, width, first=first, is_full=is_full)
+
+
+def compile_edges(capability: tuple[int, int]) -> None:
+    """Of the rows that are chosen for GPUs of ``capability``, for the least and the largest group."""
+    for row in tune_rows(DECODE_VARIANTS, "", capability):
+        for group in (1, row.max_group):
+            dtype, kv_dtype = row.dtypes[-1]
+            problem = VariantProblem(dtype, kv_dtype, row.head_dims[-1], group, capability)
+            problem = replace(problem, max_keys=row.max_keys or 8192, max_seqs=row.max_seqs or 320)
+            if row.launch is not None and refuse_variant(row, problem) is None:
+                place["bound"] = row.launch.shared_bytes(problem.head_dim, group, kv_dtype.itemsize)
+                compile_variant(row, 16, 64, first=0, is_full=True, group=group)
+
+
+compile_only, kernels, place = JITFunction.run, list[Any](), dict[str, Any]()
 JITFunction.run = report
-for row in DECODE_VARIANTS:
-    current[0] = row.name
-    for is_full in (False, True) if 128 in row.head_dims else (True,):
-        for num_seqs, width, first in ((16, 64, 0), (1, 1, 1), (5, 33, 3)):
-            compile_variant(row, num_seqs, width, first=first, is_full=is_full)
+if len(sys.argv) == 1:
+    driver.set_active(HopperDriver())
+    compile_steps()
+else:
+    asked = (int(sys.argv[1]), int(sys.argv[2]))
+    driver.set_active(HopperDriver(asked))
+    compile_edges(asked)

@@ -6,15 +6,11 @@ Run as a script: Triton must not be interpreting.
 
 import json
 import re
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
-import triton
-from doubles_hopper import HopperDriver
+from doubles_hopper import HopperDriver, read_resources
 from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -27,7 +23,6 @@ from aserve.kernels.gpu.medium_linear_launch import MediumLinearLaunch, MediumLi
 from aserve.kernels.gpu.small_linear import SmallLinear
 from aserve.kernels.gpu.tune_medium_linear import Variant, compile_variant
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ORDERED = r"griddepcontrol\.\w+|prefetch\.L2|cp\.async\.bulk\.tensor|ld\.global|st\.global"
 CASES = [
     (LayerShape("o", 4096, 4096), (16, 256)),
@@ -58,17 +53,6 @@ def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: An
         **read_resources(kernel.asm["cubin"]),
     }
     print(json.dumps(line), flush=True)
-
-
-def read_resources(cubin: bytes) -> dict[str, int]:
-    """Return the registers of a thread and the bytes that did not fit in them."""
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = [str(TOOLS / "cuobjdump"), "-res-usage", file.name]
-        usage = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
-    sizes = {name.lower(): int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return {"registers": sizes["reg"], "spilled_bytes": sizes["stack"] + sizes["local"]}
 
 
 def variants() -> Iterator[Variant]:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from doubles_hopper import compile_by
 
+from aserve.kernels.cake.architectures import SHARED_BYTES
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS
 
 SHARED_BYTES_OF_AN_SM = 227 << 10  # of compute capability 9.0, by NVIDIA's programming guide
@@ -20,7 +21,11 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_every_variant_compiles_into_its_kernels(reports: list[dict[str, Any]]) -> None:
     for variant in DECODE_VARIANTS:
         names = {report["kernel"] for report in reports if report["variant"] == variant.name}
-        split = {"_fill_schedule", "split_decode", "merge_decode"}
+        split = (
+            {"_fill_schedule", "split_decode"}
+            if variant.max_keys
+            else {"_fill_schedule", "split_decode", "merge_decode"}
+        )
         assert names == ({"_plain_decode"} if variant.launch is None else split)
 
 
@@ -32,6 +37,26 @@ def test_keys_and_values_are_copied_sixteen_bytes_at_a_time_ahead_of_their_use(r
         assert report["products"], "on tensor cores"
         assert report["copies"].count("10") >= 8, report
         assert not report["roundings"], "8 bits become 16 in one instruction"
+
+
+def test_all_fits_in_registers_and_in_the_shared_memory_that_the_launch_admits(reports: list[dict[str, Any]]) -> None:
+    rows = {variant.name: variant for variant in DECODE_VARIANTS}
+    for report in reports:
+        row = rows[report["variant"]]
+        assert report["spilled_bytes"] == 0, report
+        if row.launch is not None and report["kernel"] == "split_decode":
+            bound = row.launch.shared_bytes(row.head_dims[-1], report["group"], row.dtypes[-1][1].itemsize)
+            assert report["shared_bytes"] <= bound < 1.1 * report["shared_bytes"], report
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_no_row_that_is_admitted_on_a_gpu_takes_more_than_it_has(capability: tuple[int, int], tmp_path: Path) -> None:
+    """At both ends of its groups."""
+    reports = compile_by(Path(__file__).with_name("hopper_compile_cake.py"), tmp_path, *map(str, capability))
+    assert len({report["variant"] for report in reports}) >= 6
+    for report in reports:
+        assert report["shared_bytes"] <= report["bound"] <= SHARED_BYTES[capability], report
 
 
 def test_as_many_programs_run_at_once_as_are_launched(reports: list[dict[str, Any]]) -> None:

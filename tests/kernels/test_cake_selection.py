@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
-from aserve.kernels.cake.select_variant import VariantProblem, refuse_variant, select_variant
+from aserve.kernels.cake.select_variant import UNBOUNDED, VariantProblem, refuse_variant, select_variant
 
 HALF, BF16, FP32, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 USUAL = VariantProblem(BF16, BF16, 128, 4, (9, 0))
@@ -19,10 +19,27 @@ CHOICES: list[tuple[dict[str, Any], str | None]] = [
     ({"dtype": HALF, "kv_dtype": HALF, "head_dim": 64}, "decode-16-d64"),
     ({"head_dim": 256, "group": 32}, "decode-16-d256"),
     ({"head_dim": 256, "group": 33}, "decode-plain"),
+    ({"head_dim": 256, "group": 33, "max_seqs": 1}, "decode-plain"),
+    ({"head_dim": 256, "max_seqs": 4}, "decode-16-d256-few"),
+    ({"head_dim": 256, "max_seqs": 5}, "decode-16-d256"),
+    ({"max_keys": 128}, "decode-16-d128-short"),
+    ({"max_keys": 129}, "decode-16-d128"),
+    ({"max_keys": 128, "group": 17}, "decode-16-d128"),
+    ({"head_dim": 64, "max_keys": 128}, "decode-16-d64-short"),
+    ({"head_dim": 64, "max_keys": 129}, "decode-16-d64"),
+    ({"head_dim": 64, "max_keys": 128, "kv_dtype": FP8}, "decode-8-d64"),
     ({"group": 64}, "decode-16-d128"),
     ({"group": 65}, "decode-plain"),
     ({"head_dim": 80}, "decode-plain"),
-    ({"head_dim": 512}, "decode-plain"),
+    ({"head_dim": 512}, "decode-16-d512"),
+    ({"head_dim": 512, "group": 16}, "decode-16-d512"),
+    ({"head_dim": 512, "group": 17}, "decode-plain"),
+    ({"head_dim": 512, "kv_dtype": FP8}, "decode-plain"),
+    ({"head_dim": 511}, "decode-plain"),
+    ({"head_dim": 512, "capability": (8, 6)}, "decode-16-d512"),
+    ({"head_dim": 256, "group": 32, "capability": (8, 6)}, "decode-16-d256"),
+    ({"group": 64, "capability": (12, 0)}, "decode-plain"),
+    ({"capability": (7, 0)}, "decode-plain"),
     ({"head_dim": 513}, None),
     ({"dtype": FP32, "kv_dtype": FP32}, "decode-plain"),
     ({"kv_dtype": HALF}, None),
@@ -47,12 +64,28 @@ REASONS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": FP32, "kv_dtype": FP32}, "it does not read float32 with queries in float32"),
     ({"head_dim": 80}, "it knows head_dim 128, not 80"),
     ({"group": 65}, "it serves up to 64 heads per KV head, not 65"),
+    (
+        {"group": 64, "capability": (12, 0)},
+        "its launch takes 113 KiB of shared memory; compute capability 12.0 has 99",
+    ),
+    (
+        {"capability": (7, 0)},
+        "it has no launches for compute capability 7.0, only for 8.0, 8.6, 8.7, 8.9, 9.0, 10.0, 10.3, 11.0, 12.0, 12.1",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("change", "reason"), REASONS)
 def test_reasons(change: dict[str, Any], reason: str) -> None:
     assert select_variant(dataclasses.replace(USUAL, **change), DECODE_VARIANTS).refusals["decode-16-d128"] == reason
+
+
+def test_reasons_of_exact_rows() -> None:
+    refusals = select_variant(USUAL, DECODE_VARIANTS).refusals
+    assert refusals["decode-16-d128-short"] == "it serves queries that see 128 keys at most, not any number"
+    few = dataclasses.replace(USUAL, head_dim=256, max_seqs=5)
+    refusals = select_variant(few, DECODE_VARIANTS).refusals
+    assert refusals["decode-16-d256-few"] == "it serves steps of 4 sequences at most, not 5"
 
 
 def test_reasons_of_the_compatibility_kernel() -> None:
@@ -80,7 +113,8 @@ def test_the_compatibility_kernel_serves_whatever_any_row_serves() -> None:
     assert plain.writes_lse
     for row, return_lse in itertools.product(others, (False, True)):
         for (dtype, kv_dtype), head_dim, group in itertools.product(row.dtypes, row.head_dims, (1, row.max_group)):
-            problem = VariantProblem(dtype, kv_dtype, head_dim, group, (9, 0), return_lse)
+            domain = {"max_keys": row.max_keys or UNBOUNDED, "max_seqs": row.max_seqs or UNBOUNDED}
+            problem = VariantProblem(dtype, kv_dtype, head_dim, group, (9, 0), return_lse, **domain)
             assert refuse_variant(row, problem) is None
             assert refuse_variant(plain, problem) is None
 

@@ -38,11 +38,18 @@ class DecodeSchedule:
 
 
 def fill_schedule(
-    schedule: DecodeSchedule, key_lens: Tensor, *, window: int | None, num_kv_heads: int, block_len: int
+    schedule: DecodeSchedule,
+    key_lens: Tensor,
+    *,
+    window: int | None,
+    num_kv_heads: int,
+    block_len: int,
+    min_units: int = MIN_UNITS,
 ) -> None:
     """Enqueue the sharing of work among programs: key_lens [N] int32, each at least 1, read on the device.
 
-    ``window`` keys are seen by a query, itself included, all if it is None; blocks hold ``block_len`` keys.
+    ``window`` keys are seen by a query, itself included, all if it is None; blocks hold ``block_len`` keys, of which a
+    program of its own gets ``min_units`` or more.
     """
     num_programs = len(schedule.first_seqs)
     _fill_schedule[(triton.cdiv(num_programs, PROGRAM_BLOCK),)](
@@ -54,7 +61,7 @@ def fill_schedule(
         UNBOUNDED if window is None else window,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_LEN=block_len,
-        MIN_UNITS=MIN_UNITS,
+        MIN_UNITS=min_units,
         SEQ_BLOCK=SEQ_BLOCK,
         PROGRAM_BLOCK=PROGRAM_BLOCK,
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from aserve.kernels.cake.split_decode import SplitLaunch
+from aserve.kernels.cake.variant import Variant
 
 HALF, BF16, FP32, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 SAME_16_BIT = ((HALF, HALF), (BF16, BF16))
@@ -13,21 +14,20 @@ ALL_DTYPES = (*SAME_16_BIT, *ON_8_BIT, (FP32, FP32), (FP32, FP8))
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeVariant:
+class DecodeVariant(Variant):
     """One row. Windows, soft-caps, sinks, scales and page sizes are constants or arguments of every kernel here."""
 
-    name: str
-    dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]  # of queries and of keys and values
-    head_dims: range | tuple[int, ...]
-    max_group: int  # query heads of a KV head
     launch: SplitLaunch | None  # of the split kernel; None is the plain kernel
-    writes_lse: bool = True
 
 
-DECODE_VARIANTS = (  # the launches are the fastest of those tried on an H200, see docs/measurements.md
+DECODE_VARIANTS = (
+    DecodeVariant("decode-16-d64-short", SAME_16_BIT, (64,), 16, SplitLaunch(128, 4, 3, 3, 1), max_keys=128),
     DecodeVariant("decode-16-d64", SAME_16_BIT, (64,), 64, SplitLaunch(128, 4, 5, 2)),
+    DecodeVariant("decode-16-d128-short", SAME_16_BIT, (128,), 16, SplitLaunch(128, 4, 2, 3, 1), max_keys=128),
     DecodeVariant("decode-16-d128", SAME_16_BIT, (128,), 64, SplitLaunch(64, 4, 5, 2)),
+    DecodeVariant("decode-16-d256-few", SAME_16_BIT, (256,), 32, SplitLaunch(32, 4, 5, 2, 1), max_seqs=4),
     DecodeVariant("decode-16-d256", SAME_16_BIT, (256,), 32, SplitLaunch(32, 4, 5, 2)),
+    DecodeVariant("decode-16-d512", SAME_16_BIT, (512,), 16, SplitLaunch(32, 8, 3, 2)),
     DecodeVariant("decode-8-d64", ON_8_BIT, (64,), 64, SplitLaunch(128, 4, 5, 4)),
     DecodeVariant("decode-8-d128", ON_8_BIT, (128,), 64, SplitLaunch(128, 4, 5, 2)),
     DecodeVariant("decode-8-d256", ON_8_BIT, (256,), 32, SplitLaunch(64, 4, 5, 2)),

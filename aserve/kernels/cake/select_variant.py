@@ -1,35 +1,15 @@
 """From what a model asks to the variant of a kernel that serves it, and why the faster ones do not."""
 
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
+from aserve.kernels.cake.architectures import SHARED_BYTES, refuse_architecture
+from aserve.kernels.cake.variant import Variant
+
 FP8_CAPABILITY = (8, 9)  # the least that converts e4m3
-
-
-class Variant(Protocol):
-    """What rows of all tables say."""
-
-    @property
-    def name(self) -> str:
-        """Unique in its table."""
-
-    @property
-    def dtypes(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
-        """Of queries and of keys and values."""
-
-    @property
-    def head_dims(self) -> range | tuple[int, ...]:
-        """Elements of a head."""
-
-    @property
-    def max_group(self) -> int:
-        """Query heads of a KV head."""
-
-    @property
-    def writes_lse(self) -> bool:
-        """Whether a log-sum-exp is left where one is asked for."""
+UNBOUNDED = 2**31 - 1
 
 
 V = TypeVar("V", bound=Variant)
@@ -45,6 +25,8 @@ class VariantProblem:
     group: int  # query heads of a KV head
     capability: tuple[int, int]  # of the GPU
     return_lse: bool = False
+    max_keys: int = UNBOUNDED  # that a query sees
+    max_seqs: int = UNBOUNDED  # of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +61,25 @@ def refuse_variant(variant: Variant, problem: VariantProblem) -> str | None:
         return f"it serves up to {variant.max_group} heads per KV head, not {problem.group}"
     if problem.return_lse and not variant.writes_lse:
         return "it leaves no log-sum-exp"
-    return None
+    if variant.max_keys is not None and problem.max_keys > variant.max_keys:
+        return f"it serves queries that see {variant.max_keys} keys at most, not {_count(problem.max_keys)}"
+    if variant.max_seqs is not None and problem.max_seqs > variant.max_seqs:
+        return f"it serves steps of {variant.max_seqs} sequences at most, not {_count(problem.max_seqs)}"
+    return _refuse_launch(variant, problem)
+
+
+def _refuse_launch(variant: Variant, problem: VariantProblem) -> str | None:
+    """Say so if the variant would not start on the problem's GPU."""
+    if variant.launch is None:
+        return None
+    if reason := refuse_architecture(problem.capability):
+        return reason
+    needed = variant.launch.shared_bytes(problem.head_dim, problem.group, problem.kv_dtype.itemsize)
+    given = SHARED_BYTES[problem.capability]
+    if needed <= given:
+        return None
+    found = ".".join(map(str, problem.capability))
+    return f"its launch takes {-(-needed >> 10)} KiB of shared memory; compute capability {found} has {given >> 10}"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -90,3 +90,7 @@ def _list(numbers: range | tuple[int, ...]) -> str:
     if isinstance(numbers, range):
         return f"{numbers.start} to {numbers.stop - 1}"
     return ", ".join(map(str, numbers))
+
+
+def _count(number: int) -> str:
+    return "any number" if number == UNBOUNDED else str(number)

@@ -1,0 +1,64 @@
+"""Which variants of the cake family serve a model's layers on a GPU, and why the faster ones do not."""
+
+from dataclasses import dataclass
+
+from aserve.attention.base import AttentionKind, AttentionProblem
+from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
+from aserve.kernels.cake.select_variant import Choice, VariantProblem, select_variant
+from aserve.kernels.cake.tuned_launches import tune_rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepChoice:
+    """What serves the steps of up to ``max_seqs`` sequences for which no choice before it does."""
+
+    max_seqs: int
+    choice: Choice[DecodeVariant]
+
+    def describe(self, kind: AttentionKind) -> str:
+        """Say which variant it is, for what, and why none of the faster ones."""
+        name = "no variant" if self.choice.variant is None else self.choice.variant.name
+        names: dict[str, list[str]] = {}  # by their reason
+        for other, reason in self.choice.refusals.items():
+            names.setdefault(reason, []).append(other)
+        passed_over = "; ".join(f"{', '.join(others)}: {reason}" for reason, others in names.items())
+        served = f"head_dim {kind.head_dim}, up to {self.max_seqs} sequences"
+        return f"{name} for {served} ({passed_over or 'the first row'})"
+
+
+def choose_decodes(problem: AttentionProblem, kind: AttentionKind) -> list[StepChoice]:
+    """Return the choices for steps of ever more sequences; the last one is for all that the problem has."""
+    rows = tune_rows(DECODE_VARIANTS, problem.gpu_name, problem.capability)
+    pinned = tuple(row for row in rows if row.name in problem.cake_variants)
+    limits = {row.max_seqs for row in rows if row.max_seqs is not None and row.max_seqs < problem.max_num_seqs}
+    choices: list[StepChoice] = []
+    for max_seqs in sorted({*limits, problem.max_num_seqs}):
+        choice = select_variant(_variant_problem(problem, kind, max_seqs), pinned or rows)
+        if choices and choices[-1].choice.variant == choice.variant:
+            choices.pop()
+        choices.append(StepChoice(max_seqs, choice))
+    return choices
+
+
+def refuse_decodes(problem: AttentionProblem) -> str | None:
+    """Say why no variant, or none of those that are pinned, serves the decodes of ``problem``."""
+    for kind in problem.kinds:
+        choice = choose_decodes(problem, kind)[-1].choice
+        if choice.variant is None:
+            name, reason = list(choice.refusals.items())[-1]  # of the one that serves most
+            return f"{name} is pinned: {reason}" if name in problem.cake_variants else reason
+    return None
+
+
+def _variant_problem(problem: AttentionProblem, kind: AttentionKind, max_seqs: int) -> VariantProblem:
+    """Every layer may be asked for its log-sum-exp."""
+    return VariantProblem(
+        dtype=problem.dtype,
+        kv_dtype=problem.kv_dtype,
+        head_dim=kind.head_dim,
+        group=kind.num_heads // kind.num_kv_heads,
+        capability=problem.capability,
+        return_lse=True,
+        max_keys=min(kind.sliding_window or problem.max_model_len, problem.max_model_len),
+        max_seqs=max_seqs,
+    )

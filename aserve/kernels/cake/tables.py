@@ -1,0 +1,11 @@
+"""All variants of the family, by what their kernels are for."""
+
+from aserve.kernels.cake.decode_variants import DECODE_VARIANTS
+from aserve.kernels.cake.variant import Variant
+
+TABLES: dict[str, tuple[Variant, ...]] = {"decode": DECODE_VARIANTS}
+
+
+def variant_names() -> list[str]:
+    """Return the names by which a variant can be pinned."""
+    return [variant.name for variants in TABLES.values() for variant in variants]

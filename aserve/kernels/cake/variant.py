@@ -1,0 +1,32 @@
+"""What the tables of variants have in common: one row for each kernel and what it is compiled for."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Launch(ABC):
+    """How a variant is compiled and launched: positive integers, which may be measured for each GPU."""
+
+    @abstractmethod
+    def shared_bytes(self, head_dim: int, group: int, kv_bytes: int) -> int:
+        """Return the shared memory that a program takes at most, with keys of ``kv_bytes`` an element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One row: what it serves. All that is not said here is a constant or an argument of its kernel.
+
+    An exact row, which serves only some steps or lengths, stands before the generic one of its dtypes and head size.
+    """
+
+    name: str  # unique in its table
+    dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]  # of queries and of keys and values
+    head_dims: range | tuple[int, ...]
+    max_group: int  # query heads of a KV head
+    launch: Launch | None  # where no file has another for the GPU; None if there is nothing to choose
+    writes_lse: bool = True
+    max_keys: int | None = None  # that a query sees: of its window, or as many as a sequence may have
+    max_seqs: int | None = None  # of a step

@@ -1,0 +1,121 @@
+"""Each row of the cake family's decodes at both edges of what it serves, against dense attention in float64."""
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from doubles_attention import dense_attention, make_case, make_spec
+
+from aserve.attention.base import AttentionProblem
+from aserve.attention.cake_backend import CakeBackend
+from aserve.attention.cake_choice import choose_decodes
+from aserve.kernels.cake.decode_variants import DECODE_VARIANTS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+LENS = (1, 33, 64, 20, 140)
+CAPABILITY = (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A corner of what a row serves, and the steps there."""
+
+    row: str
+    dtypes: tuple[torch.dtype, torch.dtype]
+    head_dim: int
+    group: int
+    window: int | None
+    key_lens: tuple[int, ...]
+
+    def __str__(self) -> str:
+        names = "-".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        return f"{self.row}-{names}-{self.head_dim}-{self.group}-{self.window}-{len(self.key_lens)}"
+
+
+def edges(is_exact: bool) -> list[Edge]:
+    """The least and the greatest group, number of sequences, window and head size of each row."""
+    found = []
+    for row in DECODE_VARIANTS[:-1]:
+        if (row.max_keys is not None or row.max_seqs is not None or row.head_dims == (512,)) != is_exact:
+            continue
+        for dtypes, group in itertools.product(row.dtypes, (1, row.max_group)):
+            for window in (1, row.max_keys) if row.max_keys else (None,):
+                found.append(Edge(row.name, dtypes, row.head_dims[0], group, window, LENS[: row.max_seqs]))
+                if row.max_seqs:
+                    found.append(replace(found[-1], key_lens=LENS[-1:]))
+    return found
+
+
+EXACT = edges(is_exact=True)
+
+
+def check(edge: Edge) -> None:
+    dtype, kv_dtype = edge.dtypes
+    spec = make_spec(edge.group, 1, edge.head_dim, sliding_window=edge.window)
+    problem = AttentionProblem("cuda", dtype, kv_dtype, 16, (spec.kind,), CAPABILITY, max_num_seqs=len(edge.key_lens))
+    (step,) = choose_decodes(problem, spec.kind)
+    assert step.choice.variant is not None
+    assert step.choice.variant.name == edge.row
+    backend = CakeBackend(problem, torch.device(DEVICE))
+    lens = list(edge.key_lens)
+    case = make_case(spec, [1] * len(lens), lens, len(lens), dtype=dtype, kv_dtype=kv_dtype, device=DEVICE)
+    output, lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True)
+    expected, expected_lse = dense_attention(case, spec)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(output.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    assert lse is not None
+    torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("edge", [edge for edge in EXACT if edge.dtypes[0] is torch.bfloat16], ids=str)
+def test_exact_rows(edge: Edge) -> None:
+    check(edge)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("edge", [edge for edge in EXACT if edge.dtypes[0] is not torch.bfloat16], ids=str)
+def test_exact_rows_in_float16(edge: Edge) -> None:
+    check(edge)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("edge", edges(is_exact=False), ids=str)
+def test_generic_rows(edge: Edge) -> None:
+    check(edge)
+
+
+def test_a_model_takes_another_row_for_larger_steps() -> None:
+    """The row for few sequences up to its limit, the generic one beyond; both in one backend."""
+    spec = make_spec(2, 1, 256)
+    problem = AttentionProblem("cuda", torch.bfloat16, torch.bfloat16, 16, (spec.kind,), CAPABILITY, max_num_seqs=8)
+    choices = choose_decodes(problem, spec.kind)
+    assert [step.max_seqs for step in choices] == [4, 8]
+    names = [step.choice.variant.name for step in choices if step.choice.variant is not None]
+    assert names == ["decode-16-d256-few", "decode-16-d256"]
+    backend = CakeBackend(problem, torch.device(DEVICE))
+    launches = {row.name: row.launch for row in DECODE_VARIANTS}
+    for key_lens, name in (([40, 7, 70, 3], names[0]), ([40, 7, 70, 3, 16], names[1])):
+        case = make_case(spec, [1] * len(key_lens), key_lens, len(key_lens), dtype=torch.bfloat16, device=DEVICE)
+        plan = backend.plan(case.batch)
+        assert plan.launches[spec.kind] == launches[name]
+        output, _ = backend.forward(case.q, case.layer_kv, plan, spec)
+        torch.testing.assert_close(output.double().cpu(), dense_attention(case, spec)[0], rtol=2e-2, atol=2e-2)
+
+
+def test_a_problem_that_no_generic_row_serves_goes_to_the_compatibility_kernel() -> None:
+    """Sinks, no window, no scales of pages, a log-sum-exp wanted and a head size that nothing is tiled for."""
+    sinks = torch.tensor([0.5, -2.0, 3.0, 9.0, -0.25, 1.0], device=DEVICE)
+    spec = make_spec(6, 2, 83, sinks=sinks)
+    problem = AttentionProblem("cuda", torch.float16, torch.float16, 16, (spec.kind,), CAPABILITY, max_num_seqs=4)
+    (step,) = choose_decodes(problem, spec.kind)
+    assert step.choice.variant is DECODE_VARIANTS[-1]
+    assert set(step.choice.refusals) == {row.name for row in DECODE_VARIANTS[:-1]}, "a reason for each of the others"
+    backend = CakeBackend(problem, torch.device(DEVICE))
+    case = make_case(spec, [1] * 4, [1, 31, 32, 130], 4, dtype=torch.float16, device=DEVICE)
+    output, lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True)
+    expected, expected_lse = dense_attention(case, spec)
+    torch.testing.assert_close(output.double().cpu(), expected, rtol=2e-3, atol=2e-3)
+    assert lse is not None
+    torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-5)
