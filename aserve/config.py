@@ -59,7 +59,7 @@ class EngineConfig:
         None, "tokens that one step computes; default: 8192 on a GPU, on a CPU what takes less than 250 ms"
     )
     page_size: int | None = option(
-        None, "tokens per KV page, 1 to 256; default: 16 unless the attention backend needs another"
+        None, "tokens per KV page (of each rank), 1 to 256; default: 16 unless the attention backend needs another"
     )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
         "auto",
@@ -69,6 +69,11 @@ class EngineConfig:
     kv_memory_gib: float | None = option(None, "GiB of KV pages; default: 1 on a CPU")
     kv_memory_fraction: float = option(0.9, "share of the GPU's memory for weights, graphs and KV pages")
     num_pages: int | None = option(None, "number of KV pages, instead of the two settings above")
+    decode_context_parallel_size: int = option(
+        1,
+        "ranks, 1 to 8, each on a GPU of its own (on a CPU, in a process of its own), that share the KV of every "
+        "sequence token by token, so that as many times more of it fits; each holds all weights",
+    )
     prefix_cache: bool = option(True, "keep finished KV pages for prompts with the same beginning")
     kv_lease_fraction: float = option(
         0.5, "share of the KV pages that open conversations may keep until their next turn; they give way to requests"
@@ -187,7 +192,7 @@ POSITIVE = {
     "max_connection_age_s", "response_store_mib", "response_max_age_s", "resume_grace_s",
 }  # fmt: skip
 NOT_NEGATIVE = {"keep_alive_s", "drain_timeout_s"}
-BETWEEN = {"page_size": (1, 256), "port": (0, 65535)}
+BETWEEN = {"page_size": (1, 256), "decode_context_parallel_size": (1, 8), "port": (0, 65535)}
 
 
 def _check_section(section: str, config: Any) -> None:

@@ -75,9 +75,9 @@ def _load_tokenizer(files: ModelFiles) -> Tokenizer:
 
 
 def _build_runner(config: EngineConfig, files: ModelFiles, compiler: GrammarCompiler) -> ModelRunner:
-    from aserve.runner.build import build_runner
+    from aserve.runner.ranks.build import build_ranks
 
-    return build_runner(config, files, compiler.eos_token_ids, compiler)
+    return build_ranks(config, files, compiler.eos_token_ids, compiler)
 
 
 def run_in_thread(function: Callable[[], T], name: str) -> "Future[T]":

@@ -82,6 +82,7 @@ class StepLoop:
         self._last_done_s = 0.0  # when the device completed the newest committed step
         self._has_committed = False  # since the last launch or rest
         self._is_stopping = False
+        self._runner_failure: Exception | None = None
 
     def waited_s(self) -> float:
         """Return for how long the oldest launched step has been the device's only concern; 0 if there is none."""
@@ -126,8 +127,11 @@ class StepLoop:
     async def run(self, on_failure: Callable[[Exception], None]) -> None:
         """Run until ``stop``; calls ``on_failure`` and returns if a step, the scheduler or the runner fails."""
         self._loop = asyncio.get_running_loop()
+        self._runner.watch(self._note_failure)
         try:
             while not self._is_stopping:
+                if self._runner_failure is not None:
+                    raise self._runner_failure
                 self._commit_oldest()
                 self._launch_ahead()
                 if self._backlog:
@@ -212,9 +216,18 @@ class StepLoop:
                 rows.add(start.row)
         return bool(rows) and any(row in rows for row in compress(plan.rows, plan.is_sampled))
 
+    def _note_failure(self, error: Exception) -> None:
+        """Let the loop end with ``error``; called on a thread of the runner."""
+        self._runner_failure = error
+        self._wake()
+
     def _note_done(self, flight: _Flight) -> None:
         """Wake the loop; called on the runner's thread."""
         flight.done_s = time.monotonic()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Tell the loop, from any thread, that something has happened."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the event loop was closed without a stop of the engine
             self._loop.call_soon_threadsafe(self._events.set)

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import torch
 
-from aserve.attention.base import AttentionProblem
+from aserve.attention.base import AttentionBackend, AttentionProblem
+from aserve.attention.context_parallel import ContextParallelBackend, own_problem
 from aserve.attention.registry import resolve_backend
 from aserve.config import EngineConfig
+from aserve.distributed.group import RankGroup
 from aserve.kernels.operators import Operators
 from aserve.models.decoder import Decoder
 from aserve.runner.calibrate import MAX_CPU_TOKENS
@@ -14,6 +16,7 @@ from aserve.runner.executor import DeviceParts
 from aserve.runner.kv_pool import KVLayout, allocate_pool
 from aserve.runner.kv_scales import resolve_kv_scales
 from aserve.runner.resolve import (
+    PoolSize,
     log_choice,
     resolve_kv_dtype,
     resolve_max_num_seqs,
@@ -26,15 +29,25 @@ DEFAULT_PAGE_SIZE = 16
 
 
 def assemble(
-    config: EngineConfig, model: Decoder, operators: Operators, device: torch.device, dtype: torch.dtype
+    config: EngineConfig,
+    model: Decoder,
+    operators: Operators,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: RankGroup | None = None,
 ) -> DeviceParts:
-    """Choose the attention backend for ``model`` and allocate its pages."""
-    parts, layout = outline(config, model, operators, device, dtype)
+    """Choose the attention backend for ``model`` and allocate its pages, of which each rank of ``group`` has a part."""
+    parts, layout = outline(config, model, operators, device, dtype, group)
     return with_pool(config, parts, layout)
 
 
 def outline(
-    config: EngineConfig, model: Decoder, operators: Operators, device: torch.device, dtype: torch.dtype
+    config: EngineConfig,
+    model: Decoder,
+    operators: Operators,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: RankGroup | None = None,
 ) -> tuple[DeviceParts, KVLayout]:
     """Return the parts with no pages but the dummy ones, for the context that is asked for, and the pages' layout."""
     shape = model.config
@@ -57,9 +70,18 @@ def outline(
         max_model_len=max_model_len,
         has_head_scales=any(layer.are_per_head for layer in scales),
     )
-    backend = resolve_backend(config.attention_backend, problem, device, may_change_page_size=config.page_size is None)
+    backend = _choose_backend(config, problem, device, group)
     page_size = backend.problem.page_size
-    layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_dtype, device, backend.kv_order, scales)
+    layout = KVLayout(
+        shape.num_layers,
+        shape.num_kv_heads,
+        shape.head_dim,
+        kv_dtype,
+        device,
+        backend.kv_order,
+        scales,
+        num_ranks=1 if group is None else group.shard.size,
+    )
     parts = DeviceParts(
         model=model,
         backend=backend,
@@ -71,8 +93,18 @@ def outline(
         max_num_tokens=max_num_tokens,
         num_pages=0,
         page_size=page_size,
+        group=group,
     )
     return parts, layout
+
+
+def _choose_backend(
+    config: EngineConfig, problem: AttentionProblem, device: torch.device, group: RankGroup | None
+) -> AttentionBackend:
+    """Return the backend for ``problem``, which among several ranks is one over the keys of all of them."""
+    own = problem if group is None else own_problem(problem, group.shard)
+    backend = resolve_backend(config.attention_backend, own, device, may_change_page_size=config.page_size is None)
+    return backend if group is None else ContextParallelBackend(backend, problem, group.shard, group.all_gather)
 
 
 def with_pool(config: EngineConfig, parts: DeviceParts, layout: KVLayout, reserved_bytes: int = 0) -> DeviceParts:
@@ -83,6 +115,8 @@ def with_pool(config: EngineConfig, parts: DeviceParts, layout: KVLayout, reserv
     size = resolve_pool_size(
         config, layout, parts.model.config.max_context_len, parts.max_num_seqs, parts.backend, reserved_bytes
     )
+    if parts.group is not None:
+        size = _agree(size, parts.group)
     _fit(parts.model, size.max_model_len)
     return replace(
         parts,
@@ -90,6 +124,15 @@ def with_pool(config: EngineConfig, parts: DeviceParts, layout: KVLayout, reserv
         num_pages=size.num_pages,
         max_model_len=size.max_model_len,
     )
+
+
+def _agree(size: PoolSize, group: RankGroup) -> PoolSize:
+    """Return the size that every rank of ``group`` has memory for; waits for them."""
+    agreed = PoolSize(group.min(size.max_model_len), group.min(size.num_pages))
+    if agreed != size:
+        log_choice("num_pages", agreed.num_pages, "what the rank with the least memory holds")
+        log_choice("max_model_len", agreed.max_model_len, "what the rank with the least memory holds")
+    return agreed
 
 
 def _fit(model: Decoder, max_model_len: int) -> None:

@@ -1,6 +1,7 @@
 """The border between the step loop and a device: one class per kind of device implements it."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from aserve.scheduler.limits import Limits
@@ -40,6 +41,9 @@ class ModelRunner(ABC):
         The future completes from another thread, in the order of the launches. It fails
         only if the step as a whole failed, after which the runner is unusable.
         """
+
+    def watch(self, on_failure: Callable[[Exception], None]) -> None:  # noqa: B027 - most fail only with a step
+        """Call ``on_failure``, from any thread, when the runner becomes unusable, even while no step is launched."""
 
     @abstractmethod
     def warm_up(self) -> None:

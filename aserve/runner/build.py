@@ -6,6 +6,7 @@ import torch
 
 from aserve.attention.registry import check_names
 from aserve.config import EngineConfig
+from aserve.distributed.group import RankGroup
 from aserve.model_files import ModelFiles
 from aserve.runner.assemble import assemble, outline
 from aserve.runner.base import ModelRunner
@@ -28,11 +29,16 @@ from aserve.weights.memory import explain_exhaustion
 
 
 def build_runner(
-    config: EngineConfig, files: ModelFiles, eos_token_ids: Set[int], compiler: GrammarCompiler | None = None
+    config: EngineConfig,
+    files: ModelFiles,
+    eos_token_ids: Set[int],
+    compiler: GrammarCompiler | None = None,
+    group: RankGroup | None = None,
 ) -> ModelRunner:
-    """Load the model and size everything around it; blocks for seconds.
+    """Load the model in this process and size everything around it; blocks for seconds.
 
-    Requests may have grammars if there is a ``compiler``.
+    Requests may have grammars if there is a ``compiler``. The ranks of a ``group`` build at the same time, of the same
+    settings.
 
     Logs every setting that it resolves, with the reason. Raises ConfigError for what this machine or model
     does not allow.
@@ -52,9 +58,9 @@ def build_runner(
         from aserve.runner.cuda.build import build_cuda_runner
 
         with explain_exhaustion(device, "preparing attention"):
-            parts, layout = outline(config, model, operators, device, dtype)
+            parts, layout = outline(config, model, operators, device, dtype, group)
         return build_cuda_runner(config, parts, layout, eos_token_ids, compiler)
-    parts = thread.submit(assemble, config, model, operators, device, dtype).result()
+    parts = thread.submit(assemble, config, model, operators, device, dtype, group).result()
     return _build_cpu_runner(config, parts, StepExecutor(parts, eos_token_ids, compiler), thread)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from aserve.attention.base import AttentionBackend, LayerKV
 from aserve.attention.context import ForwardContext
+from aserve.distributed.context_shard import ALONE, ContextShard
+from aserve.distributed.group import RankGroup
 from aserve.kernels.operators import Operators
 from aserve.models.decoder import Decoder
 from aserve.runner.inputs import InputBuffers, StepInputs
@@ -34,7 +36,13 @@ class DeviceParts:
     max_model_len: int
     max_num_tokens: int  # of one step
     num_pages: int
-    page_size: int
+    page_size: int  # of the scheduler: tokens that all ranks keep together
+    group: RankGroup | None = None  # the ranks that share the tokens; None = there is but one
+
+    @property
+    def shard(self) -> ContextShard:
+        """Which tokens this rank keeps."""
+        return ALONE if self.group is None else self.group.shard
 
 
 class StepExecutor:
@@ -51,6 +59,7 @@ class StepExecutor:
             num_pages=parts.num_pages,
             device=parts.device,
             upload=self._transfer.upload,
+            shard=parts.shard,
         )
         self._buffers = InputBuffers(parts.max_num_seqs, parts.max_num_tokens)
         self._sampler = Sampler(

@@ -22,14 +22,15 @@ class KVLayout:
     device: torch.device
     order: KVOrder = "NHD"
     scales: tuple[KVScales, ...] = ()  # of each layer; none: 1 for all
+    num_ranks: int = 1  # that share the tokens of each page
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of one page: keys and values of all layers."""
+        """Bytes that a rank keeps of one page: keys and values of all layers."""
         return 2 * self.num_layers * self.page_elements(page_size) * self.dtype.itemsize
 
     def page_elements(self, page_size: int) -> int:
-        """Elements of one page in one layer's keys (or values)."""
-        return page_size * self.num_kv_heads * self.head_dim
+        """Elements that a rank keeps of one page in one layer's keys (or values)."""
+        return page_size // self.num_ranks * self.num_kv_heads * self.head_dim
 
 
 def count_pages(layout: KVLayout, page_size: int, memory_gib: float) -> int:
@@ -77,9 +78,10 @@ def gpu_memory_gib(device: torch.device, fraction: float, reserved_bytes: int, p
 
 
 def allocate_pool(layout: KVLayout, page_size: int, num_pages: int) -> list[LayerKV]:
-    """Return zeroed pages for every layer in the layout's order, the dummy pages included."""
+    """Return a rank's part of zeroed pages for every layer in the layout's order, the dummy pages included."""
     is_transposed = layout.order == "HND"
-    tokens_and_heads = (layout.num_kv_heads, page_size) if is_transposed else (page_size, layout.num_kv_heads)
+    own_size = page_size // layout.num_ranks
+    tokens_and_heads = (layout.num_kv_heads, own_size) if is_transposed else (own_size, layout.num_kv_heads)
     shape = (num_pages + NUM_DUMMY_PAGES, *tokens_and_heads, layout.head_dim)
 
     def zeros() -> torch.Tensor:

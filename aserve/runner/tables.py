@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aserve.attention.base import AttentionBatch
+from aserve.distributed.context_shard import ALONE, ContextShard
 from aserve.runner.inputs import StepInputs
 from aserve.sampling.sampler import Upload
 from aserve.scheduler.plan import StepPlan
@@ -39,8 +40,11 @@ class DeviceTables:
         num_pages: int,
         device: torch.device,
         upload: Upload,
+        shard: ContextShard = ALONE,
     ) -> None:
         self._page_size = page_size
+        self._num_pages = num_pages
+        self._shard = shard
         self._upload = upload
         num_rows, width = max_num_seqs + 1, -(-max_model_len // page_size)
         self.page_table = torch.full((num_rows, width), num_pages, dtype=torch.int32, device=device)
@@ -71,7 +75,7 @@ class DeviceTables:
             page_size=self._page_size,
             cu_key_lens=cu_key_lens,
         )
-        slot_mapping = pages * self._page_size + positions % self._page_size
+        slot_mapping = self._shard.slots(pages, positions, self._page_size, self._num_pages)
         return GatheredStep(self.token_pool[token_rows, positions].long(), positions, slot_mapping, batch)
 
     def _prefix_sums(self, inputs: StepInputs, plan: StepPlan) -> tuple[Tensor, Tensor]:

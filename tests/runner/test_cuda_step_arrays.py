@@ -6,7 +6,8 @@ import torch
 from doubles_attention import torch_backend
 
 from aserve.attention.base import CaptureShape
-from aserve.kernels.gpu.step_inputs import SequenceSpans, TokenInputs, gather_inputs
+from aserve.distributed.context_shard import ContextShard
+from aserve.kernels.gpu.step_inputs import PageSlots, SequenceSpans, TokenInputs, gather_inputs
 from aserve.runner.cuda.graphs import GraphSizes
 from aserve.runner.cuda.sizes import (
     MAX_CHUNKS,
@@ -84,8 +85,10 @@ def test_decodes_with_most_keys_stand_first_and_samples_keep_the_order_of_the_pl
     assert arrays.sampled_positions[:5].tolist() == [5, 10, 5, 21, 0]
 
 
+@pytest.mark.parametrize("shard", [ContextShard(), ContextShard(0, 2), ContextShard(3, 4)])
 @pytest.mark.parametrize("shape", [CaptureShape(16, 4, 3), exact_shape(MIXED)])
-def test_the_kernel_finds_every_token_where_the_tables_say(shape: CaptureShape) -> None:
+def test_the_kernel_finds_every_token_where_the_tables_say(shape: CaptureShape, shard: ContextShard) -> None:
+    """Among several ranks, those of others go to the first slot of page 99."""
     generator = torch.Generator().manual_seed(1)
     pool = torch.randint(0, 1000, (ROWS + 1, 20), generator=generator, dtype=torch.int32)
     table = torch.randperm((ROWS + 1) * 5, generator=generator).view(ROWS + 1, 5).int()
@@ -101,12 +104,18 @@ def test_the_kernel_finds_every_token_where_the_tables_say(shape: CaptureShape) 
         arrays.key_lens[:num_seqs],
     )
     inputs = TokenInputs(*torch.full((3, shape.num_tokens), -1))
-    gather_inputs(spans, pool, table, PAGE_SIZE, inputs)
+    gather_inputs(spans, pool, PageSlots(table, PAGE_SIZE, shard, dummy_page=99), inputs)
     expected = [(4, 9), (1, 3), *((0, i) for i in range(5)), *((2, i) for i in range(8, 11))]
     expected += [(6, 0)] * (shape.num_tokens - len(expected))
     assert inputs.positions.tolist() == [position for _, position in expected]
     assert inputs.token_ids.tolist() == [int(pool[row, position]) for row, position in expected]
-    slots = [int(table[row, position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE for row, position in expected]
+    own_size = PAGE_SIZE // shard.size
+    slots = [
+        int(table[row, position // PAGE_SIZE]) * own_size + position // shard.size % own_size
+        if position % shard.size == shard.rank
+        else 99 * own_size
+        for row, position in expected
+    ]
     assert inputs.slot_mapping.tolist() == slots
 
 

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aserve.distributed.context_shard import ContextShard
+
 BLOCK = 256
 MAX_BLOCKS = 16  # programs that share the tokens of a sequence
 
@@ -32,13 +34,18 @@ class TokenInputs:
     slot_mapping: Tensor  # [T]
 
 
-def gather_inputs(
-    spans: SequenceSpans, token_pool: Tensor, page_table: Tensor, page_size: int, inputs: TokenInputs
-) -> None:
-    """Fill ``inputs`` for the tokens that ``spans`` name.
+@dataclass(frozen=True, slots=True)
+class PageSlots:
+    """Where tokens lie in the pool: ``ContextShard.slots`` on the device."""
 
-    token_pool [rows, positions] and page_table [rows, pages] int32. A slot is page * page_size + position % page_size.
-    """
+    page_table: Tensor  # [rows, pages] int32
+    page_size: int  # of the scheduler
+    shard: ContextShard
+    dummy_page: int  # which takes the tokens of other ranks
+
+
+def gather_inputs(spans: SequenceSpans, token_pool: Tensor, pages: PageSlots, inputs: TokenInputs) -> None:
+    """Fill ``inputs`` for the tokens that ``spans`` name; token_pool [rows, positions] int32."""
     num_blocks = min(MAX_BLOCKS, triton.cdiv(inputs.token_ids.shape[0], BLOCK))
     _gather_inputs[(spans.rows.shape[0], num_blocks)](
         spans.rows,
@@ -46,19 +53,22 @@ def gather_inputs(
         spans.lens,
         spans.key_lens,
         token_pool,
-        page_table,
+        pages.page_table,
         inputs.token_ids,
         inputs.positions,
         inputs.slot_mapping,
         token_pool.stride(0),
-        page_table.stride(0),
-        page_size,
+        pages.page_table.stride(0),
+        pages.page_size,
+        pages.dummy_page,
+        pages.shard.rank,
+        pages.shard.size,
         BLOCK,
         num_warps=4,
     )
 
 
-@triton.jit(do_not_specialize=["pool_stride", "table_stride", "page_size"])
+@triton.jit(do_not_specialize=["pool_stride", "table_stride", "page_size", "dummy_page", "rank"])
 def _gather_inputs(
     rows,
     starts,
@@ -72,6 +82,9 @@ def _gather_inputs(
     pool_stride,
     table_stride,
     page_size,
+    dummy_page,
+    rank,
+    NUM_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     seq = tl.program_id(0)
@@ -87,7 +100,10 @@ def _gather_inputs(
         position = tl.where(is_padding, 0, first + offsets)
         token_id = tl.load(token_pool + row * pool_stride + position, mask=is_token)
         page = tl.load(page_table + row * table_stride + position // page_size, mask=is_token)
-        slot = page.to(tl.int64) * page_size + position % page_size
+        own_size = page_size // NUM_RANKS
+        slot = page.to(tl.int64) * own_size + position // NUM_RANKS % own_size
+        if NUM_RANKS > 1:
+            slot = tl.where(position % NUM_RANKS == rank, slot, dummy_page.to(tl.int64) * own_size)
         tl.store(token_ids + start + offsets, token_id.to(tl.int64), mask=is_token)
         tl.store(positions + start + offsets, position.to(tl.int64), mask=is_token)
         tl.store(slot_mapping + start + offsets, slot, mask=is_token)

@@ -7,7 +7,7 @@ import torch
 
 from aserve.attention.base import AttentionBatch, CaptureShape, StepLens
 from aserve.attention.context import ForwardContext
-from aserve.kernels.gpu.step_inputs import gather_inputs
+from aserve.kernels.gpu.step_inputs import PageSlots, gather_inputs
 from aserve.runner.cuda.device_state import DeviceState
 from aserve.runner.executor import DeviceParts
 from aserve.scheduler.plan import StepPlan
@@ -52,7 +52,8 @@ class Body:
     def _run(self, shape: CaptureShape, plan: Any) -> None:
         parts, state = self._parts, self._state
         inputs = state.tokens(shape.num_tokens)
-        gather_inputs(state.spans(shape), state.token_pool, state.page_table, parts.page_size, inputs)
+        pages = PageSlots(state.page_table, parts.page_size, parts.shard, parts.num_pages)
+        gather_inputs(state.spans(shape), state.token_pool, pages, inputs)
         parts.backend.convert(plan)
         ctx = ForwardContext(
             positions=inputs.positions,
