@@ -1,12 +1,18 @@
-"""A tiny checkpoint of gpt-oss whose experts are in MXFP4, and transformers' model with the same weights."""
+"""A tiny checkpoint of gpt-oss whose experts are in MXFP4, transformers' model of the same weights, and its tokens."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
+from doubles_harmony import write_harmony_folder
 from doubles_models import edit_config, make_oracle
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from aserve.engine.llm import LLM
+from aserve.model_files import ModelFiles
+from aserve.request import SamplingParams
+from aserve.tokenizer.load import load_tokenizer
 
 GPT_OSS: dict[str, Any] = {
     "head_dim": 16,
@@ -23,6 +29,7 @@ GPT_OSS: dict[str, Any] = {
         "original_max_position_embeddings": 16,
     },
 }
+NUM_TOKENS = 24  # of an answer; the window is 6
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
 
 
@@ -51,3 +58,37 @@ def draw_packed(tensor: Tensor, generator: torch.Generator) -> tuple[Tensor, Ten
     shape = (num_experts, num_outputs, num_inputs // 32)
     blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
     return blocks, torch.randint(121, 125, shape, generator=generator, dtype=torch.uint8)
+
+
+def make_served_checkpoint(folder: Path, changes: dict[str, Any] | None = None) -> Any:
+    """Save a checkpoint with a tokenizer and a chat template; return the oracle."""
+    oracle = make_mxfp4_checkpoint(folder, {"vocab_size": 264, "max_position_embeddings": 1024} | (changes or {}))
+    write_harmony_folder(folder, edit_config(folder, {}))
+    return oracle
+
+
+def check_greedy(folder: Path, oracle: Any, *, margin: float = 1e-3, **settings: Any) -> None:
+    """Run prompts that share a beginning, the same again, and a chat; each token that is clear must be the oracle's."""
+    generator = torch.Generator().manual_seed(4)
+    shared, *tails = (torch.randint(0, 256, (length,), generator=generator).tolist() for length in (30, 1, 5, 17, 40))
+    prompts = [shared + tail for tail in tails]
+    message = [{"role": "user", "content": "Hi"}]
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    with LLM(folder, page_size=4, num_pages=200, max_model_len=400, **settings) as llm:
+        answers, again = llm.generate(prompts, params), llm.generate(prompts, params)
+        (chat,) = llm.generate([message], params)
+    assert all(answer.num_cached_tokens >= 28 for answer in again)
+    tokenizer = load_tokenizer(ModelFiles(folder, "safetensors", "tiny"))
+    pairs = [*zip(prompts * 2, answers + again, strict=True), (tokenizer.encode_chat(message), chat)]
+    num_clear = sum(_count_clear(oracle, prompt, answer.token_ids, margin) for prompt, answer in pairs)
+    assert num_clear > NUM_TOKENS * len(pairs) / 2, "rounding could decide most"
+
+
+@torch.inference_mode()
+def _count_clear(oracle: Any, prompt: list[int], answer: list[int], margin: float) -> int:
+    """Check each token of ``answer`` that is ahead by more than ``margin``; return how many are."""
+    assert len(answer) == NUM_TOKENS
+    best = oracle(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].topk(2)
+    is_clear = best.values[:, 0] - best.values[:, 1] > margin
+    assert torch.equal(best.indices[is_clear, 0], torch.tensor(answer)[is_clear])
+    return int(is_clear.sum())

@@ -242,6 +242,23 @@ def test_sinks_of_cake(num_heads: int, head_dim: int, option: dict[str, Any]) ->
     run_eagerly("torch,cake", make_case(spec, [1] * 5, LENS, 5, dtype=BF16, device="cuda"), spec)
 
 
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("setting", [setting for setting in HERE if setting in ("fa,cake", "torch,cake", "cake")])
+def test_steps_of_gpt_oss(setting: str, window: int | None) -> None:
+    """Heads, sinks and windows of its layers: prompts and decodes, replayed too where prompts can be captured."""
+    spec = make_spec(64, 8, 64, sinks=torch.linspace(-4, 8, 64, device="cuda"), sliding_window=window)
+    cases = mixed_steps(spec)[:8]
+    for case in cases[:4]:
+        run_eagerly(setting, case, spec)
+    backend = build(setting, cases[0], spec)
+    if not backend.captures_chunks:
+        assert setting == "torch,cake"
+        return
+    run = CapturedRun(backend, CaptureShape(512, 64, 32), cases, spec, return_lse=True)
+    for case in cases:
+        run.replay(case)
+
+
 def test_cake_over_what_others_left_in_its_workspace() -> None:
     """Bitwise the same twice; batches that are all full blocks, all tails, and both."""
     spec = make_spec(32, 8, 128)
