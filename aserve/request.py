@@ -211,6 +211,7 @@ class RequestOutput:
     ``text`` and ``token_ids`` are deltas; counts are totals so far. ``token_ids`` and ``logprobs`` may
     run ahead of ``text`` while a character or a possible stop string is held back. The last
     output carries ``finish_reason``. ``stop_reason`` is the stop string or token id that matched.
+    ``token_ends`` says where in ``text`` that of each token ends; None for one token, whose text it is, or none.
     """
 
     request_id: str
@@ -223,12 +224,24 @@ class RequestOutput:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # first output only; position 0 is None
+    token_ends: list[int] | None = None
+
+    def ends(self) -> list[int]:
+        """Return where in ``text`` that of each token ends."""
+        return [len(self.text)] * len(self.token_ids) if self.token_ends is None else self.token_ends
 
     def merge(self, later: "RequestOutput") -> None:
         """Append ``later``, so that a slow consumer finds one output where there were two.
 
         Lists grow in place and may be taken over from ``later``: whoever merges owns both outputs.
         """
+        start = len(self.text)
+        if self.token_ends is None:
+            self.token_ends = self.ends()
+        if later.token_ends is None:  # nearly always, one token
+            self.token_ends += [start + len(later.text)] * len(later.token_ids)
+        else:
+            self.token_ends += [start + end for end in later.token_ends]
         self.text += later.text
         self.token_ids.extend(later.token_ids)
         if self.logprobs is None:

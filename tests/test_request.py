@@ -73,6 +73,13 @@ def test_merged_outputs_read_like_one() -> None:
     assert [entry.token_id for entry in first.logprobs or ()] == [1, 2]
 
 
+def test_merged_outputs_know_where_the_text_of_each_token_ends() -> None:
+    first = RequestOutput("r", "", [1], 3, 1, 0)
+    for text, token_ids, ends in (("ab", [2], None), ("cde", [3, 4], [1, 3]), ("f", [], None), ("g", [5], None)):
+        first.merge(RequestOutput("r", text, token_ids, 3, 1, 0, token_ends=ends))
+    assert (first.text, first.ends()) == ("abcdefg", [0, 2, 3, 5, 7])
+
+
 def test_merging_costs_the_same_however_much_is_merged_already() -> None:
     first = RequestOutput("r", "a", [1], 3, 1, 0, logprobs=[TokenLogprobs(1, -0.5)])
     token_ids, logprobs = first.token_ids, first.logprobs

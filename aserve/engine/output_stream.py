@@ -4,6 +4,7 @@ One per request, called by the step loop on the event loop's thread. Knows neith
 """
 
 import logging
+from itertools import accumulate
 
 from aserve.engine.sink import Sink
 from aserve.errors import AserveError
@@ -129,18 +130,22 @@ class OutputStream:
             self.num_cached_tokens = delta.num_cached_tokens
             self._metrics.num_cached_tokens += delta.num_cached_tokens
         finish_reason = delta.finish_reason
-        text, count, stop = self._decode(delta)
+        pieces, stop = self._decode(delta)
+        count = min(len(pieces), len(delta.token_ids))
         stop_reason: str | int | None = stop
         if stop is not None:
             finish_reason = FinishReason.STOP
         elif delta.stop_token_id in self.request.params.stop_token_ids:
             stop_reason = delta.stop_token_id
         self._count_tokens(count, now)
-        self._put(self._output(delta, text, count, finish_reason, stop_reason), now)
+        output = self._output(delta, "".join(pieces), count, finish_reason, stop_reason)
+        if count > 1:
+            output.token_ends = list(accumulate(map(len, pieces)))
+        self._put(output, now)
         return finish_reason is not None and delta.finish_reason is None
 
-    def _decode(self, delta: SequenceDelta) -> tuple[str, int, str | None]:
-        """Return ``(text to show, tokens up to the match, stop string)``; without a match all tokens.
+    def _decode(self, delta: SequenceDelta) -> tuple[list[str], str | None]:
+        """Return the text to show of each token up to a stop string, at least one; and the stop string if it matched.
 
         Tokens go in one by one, so that they can be counted. The first ``min_tokens`` cannot be part of a stop string.
         The token that ended the request is left out of the text, unless it was asked for.
@@ -154,13 +159,15 @@ class OutputStream:
                 shown, stop = self._stops.push(shown)
             pieces.append(shown)
             if stop is not None:
-                return self._closed("".join(pieces), stop), count, stop
-        if delta.finish_reason is not None:
-            shown, stop = self._flush()
-            pieces.append(shown)
-            if stop is not None:
-                return self._closed("".join(pieces), stop), num_tokens, stop
-        return "".join(pieces), num_tokens, None
+                pieces[-1] = self._closed(shown, stop)
+                return pieces, stop
+        if len(pieces) < max(num_tokens, 1):
+            pieces.append("")
+        if delta.finish_reason is None:
+            return pieces, None
+        shown, stop = self._flush()
+        pieces[-1] += shown if stop is None else self._closed(shown, stop)
+        return pieces, stop
 
     def _flush(self) -> tuple[str, str | None]:
         """Return the text still held back, and the stop string that it completes if it does."""

@@ -8,6 +8,7 @@ from aserve.parsing.deltas import (
     ToolCallArguments,
     ToolCallStart,
 )
+from aserve.parsing.reasoning_meter import ReasoningPlaces
 
 
 class AnswerParser:
@@ -24,9 +25,9 @@ class AnswerParser:
         self._max_calls = max_calls
 
     @property
-    def is_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as is known."""
-        return self._reasoning is not None and self._reasoning.is_reasoning
+    def reasoning_places(self) -> ReasoningPlaces | None:
+        """Where its reasoning stands, None if none is looked for."""
+        return None if self._reasoning is None else self._reasoning.places
 
     def push(self, text: str) -> list[ParsedDelta]:
         """Take the next piece."""

@@ -6,6 +6,7 @@ import orjson
 
 from aserve.parsing.answer import AnswerParser
 from aserve.parsing.deltas import ParsedDelta, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from aserve.parsing.reasoning_meter import ReasoningMeter
 from aserve.request import FinishReason, RequestOutput
 
 
@@ -55,7 +56,8 @@ class AnswerReader:
 
     def __init__(self, parser: AnswerParser) -> None:
         self.parts: list[AnswerPart] = []
-        self.num_reasoning_tokens = 0
+        places = parser.reasoning_places
+        self._meter = None if places is None else ReasoningMeter(places)
         self._parser = parser
         self._open: AnswerPart | None = None
         self._pieces: list[str] = []  # of the open part
@@ -64,8 +66,8 @@ class AnswerReader:
     def read(self, output: RequestOutput) -> list[AnswerDelta]:
         """Return what is new in ``output``; the last one ends the answer."""
         deltas = self._follow(self._parser.push(output.text)) if output.text else []
-        if self._parser.is_reasoning:
-            self.num_reasoning_tokens += len(output.token_ids)
+        if self._meter is not None:
+            self._meter.note(output)
         if output.finish_reason is None:
             return deltas
         has_stopped = output.finish_reason is FinishReason.STOP and not isinstance(output.stop_reason, str)
@@ -79,11 +81,18 @@ class AnswerReader:
         if self._is_ended:
             return []
         self._is_ended = True
+        if self._meter is not None:
+            self._meter.close()
         deltas = self._follow(self._parser.flush())
         if has_stopped and isinstance(self._open, CallPart) and not self._pieces:
             deltas += self._follow([ToolCallArguments(self._open.index, "{}")])
         self._close(deltas)
         return deltas
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """How many tokens were reasoning, as far as is known; exact at the end."""
+        return 0 if self._meter is None else self._meter.num_tokens
 
     @property
     def text(self) -> str:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from aserve.parsing.reasoning_meter import ReasoningPlaces
+
 
 @dataclass(slots=True)
 class TextDelta:
@@ -56,7 +58,4 @@ class TextParser(Protocol):
 class ReasoningParser(TextParser, Protocol):
     """A parser that tells reasoning from the answer; it may find calls as well."""
 
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as is known."""
-        ...
+    places: ReasoningPlaces

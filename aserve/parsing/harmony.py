@@ -9,6 +9,7 @@ import re
 from aserve.parsing.call_reader import CallSequence
 from aserve.parsing.deltas import ParsedDelta, ReasoningDelta, TextDelta
 from aserve.parsing.markers import MarkerSet
+from aserve.parsing.reasoning_meter import ReasoningPlaces
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDINGS = ("<|end|>", "<|call|>", "<|return|>", START)
@@ -28,6 +29,8 @@ class HarmonyParser:
     """
 
     def __init__(self, *, finds_calls: bool) -> None:
+        self.places = ReasoningPlaces()
+        self._num_chars = 0  # so far; the buffer is the end of them
         self._finds_calls = finds_calls
         self._calls = CallSequence()
         self._buffer = ""
@@ -36,17 +39,14 @@ class HarmonyParser:
         self._kind: type[TextDelta] | type[ReasoningDelta] | None = TextDelta  # of the message; None: a call
         self._has_arguments = False
 
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as is known."""
-        return not self._is_header and self._kind is ReasoningDelta
-
     def push(self, text: str) -> list[ParsedDelta]:
         """Take the next piece."""
         self._buffer += text
+        self._num_chars += len(text)
         deltas: list[ParsedDelta] = []
         while self._buffer and (self._read_header(deltas) if self._is_header else self._read_message(deltas)):
             pass
+        self.places.num_known = self._place
         return deltas
 
     def flush(self) -> list[ParsedDelta]:
@@ -57,6 +57,11 @@ class HarmonyParser:
         deltas: list[ParsedDelta] = []
         self._pass(text, deltas)
         return deltas
+
+    @property
+    def _place(self) -> int:
+        """Where in the answer the buffer begins."""
+        return self._num_chars - len(self._buffer)
 
     def _read_header(self, deltas: list[ParsedDelta]) -> bool:
         place = self._buffer[:MAX_HEADER_CHARS].find(MESSAGE)
@@ -82,12 +87,15 @@ class HarmonyParser:
             self._kind = None if self._finds_calls else TextDelta
         elif recipient is not None or (channel is not None and channel[1] == "analysis"):
             self._kind = ReasoningDelta
+            self.places.begin(self._place)
 
     def _read_message(self, deltas: list[ParsedDelta]) -> bool:
         text, marker, self._buffer = END_OF_MESSAGE.cut(self._buffer)
         self._pass(text, deltas)
         if not marker:
             return False
+        if self._kind is ReasoningDelta:
+            self.places.end(self._place - len(marker))
         self._end_message(deltas)
         return True
 

@@ -2,6 +2,7 @@
 
 from aserve.parsing.deltas import ParsedDelta, ReasoningDelta, TextDelta
 from aserve.parsing.markers import SPACES, MarkerSet, TextGate
+from aserve.parsing.reasoning_meter import ReasoningPlaces
 
 MAX_SPACES = 64  # in front of reasoning; an answer that begins with more has none
 
@@ -13,22 +14,37 @@ class TaggedReasoning:
     """
 
     def __init__(self, opening: str, closing: str, *, is_open: bool) -> None:
+        self.places = ReasoningPlaces(is_open=is_open)
         self._opening = opening
         self._closing = MarkerSet((closing,))
+        self._num_chars = 0  # so far; the buffer is the end of them
         self._buffer = ""
         self._is_undecided = not is_open
         self._is_reasoning = is_open
         self._is_behind_marker = is_open
         self._gate = TextGate()
 
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as is known."""
-        return self._is_reasoning
-
     def push(self, text: str) -> list[ParsedDelta]:
         """Take the next piece."""
         self._buffer += text
+        self._num_chars += len(text)
+        deltas = self._read()
+        self.places.num_known = self._place
+        return deltas
+
+    def flush(self) -> list[ParsedDelta]:
+        """Return what was held back."""
+        text, self._buffer = self._buffer, ""
+        if not self._is_reasoning:
+            return [TextDelta(text)] if text and not self._is_behind_marker else []
+        return _as_reasoning([*self._gate.push(text), *self._gate.flush()])
+
+    @property
+    def _place(self) -> int:
+        """Where in the answer the buffer begins."""
+        return self._num_chars - len(self._buffer)
+
+    def _read(self) -> list[ParsedDelta]:
         if self._is_undecided:
             self._look_for_opening()
         if self._is_undecided:
@@ -40,19 +56,13 @@ class TaggedReasoning:
             deltas += self._read_text()
         return deltas
 
-    def flush(self) -> list[ParsedDelta]:
-        """Return what was held back."""
-        text, self._buffer = self._buffer, ""
-        if not self._is_reasoning:
-            return [TextDelta(text)] if text and not self._is_behind_marker else []
-        return _as_reasoning([*self._gate.push(text), *self._gate.flush()])
-
     def _look_for_opening(self) -> None:
         beginning = self._buffer.lstrip(SPACES)
         if len(self._buffer) - len(beginning) > MAX_SPACES:
             self._is_undecided = False
         elif beginning.startswith(self._opening):
             self._buffer = beginning[len(self._opening) :]
+            self.places.begin(self._place)
             self._is_reasoning = self._is_behind_marker = True
             self._is_undecided = False
         elif not self._opening.startswith(beginning):
@@ -68,6 +78,7 @@ class TaggedReasoning:
         shown, marker, self._buffer = self._closing.cut(self._buffer)
         if not marker:
             return _as_reasoning(self._gate.push(shown))
+        self.places.end(self._place - len(marker))
         self._is_reasoning = False
         self._is_behind_marker = True
         deltas = _as_reasoning(self._gate.push(shown))

@@ -191,7 +191,7 @@ class StreamSink:
 
 def size_of(output: RequestOutput) -> int:
     """Return roughly the bytes that ``output`` adds to a merged one."""
-    size = len(output.text) * 2 + len(output.token_ids) * 8
+    size = len(output.text) * 2 + len(output.token_ids) * 16
     for entries in (output.logprobs, output.prompt_logprobs):
         size += sum(64 + 64 * len(entry.top) for entry in entries or () if entry is not None)
     return size

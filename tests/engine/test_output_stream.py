@@ -144,6 +144,20 @@ def test_a_failed_row_ends_with_its_message():
     assert metrics.finished[FinishReason.ERROR] == 1
 
 
+@pytest.mark.parametrize(
+    ("finish", "stop_token", "params", "text", "ends"),
+    [
+        (None, None, {}, "one", [1, 2, 3]),
+        (STOP, EOS, {}, "one", [1, 2, 3, 3]),
+        (LENGTH, None, {"stop": ("next",)}, "one", [1, 1, 3]),
+        (LENGTH, None, {"stop": ("e",)}, "on", [1, 2, 2]),
+    ],
+)
+def test_it_is_known_where_the_text_of_each_of_several_tokens_ends(finish, stop_token, params, text, ends):
+    played = play(["one" if stop_token is None else [*"one", EOS]], finish, stop_token, **params)
+    assert (played.sink.text, played.last.ends()) == (text, ends)
+
+
 def test_times_and_counts_reach_the_metrics():
     sink, metrics = RecordingSink(), Metrics()
     stream = OutputStream(request("r", "pqr"), sink, LetterTokenizer(), metrics)

@@ -1,6 +1,9 @@
 """The parts of an answer and the deltas between their ends, however the answer is cut."""
 
+import itertools
 import json
+import random
+import re
 
 import pytest
 from doubles_parsing import TOOLS, cuts
@@ -117,7 +120,66 @@ def test_reasoning_tokens_are_counted_and_the_end_comes_once() -> None:
     reader = new_reader()
     for piece in ("<think>", "Hm", ".", "</think>", "Yes"):
         reader.read(output(piece))
-    assert reader.num_reasoning_tokens == 3  # the closing tag is none
+    assert reader.num_reasoning_tokens == 2  # the tags are none
     assert [delta.part for delta in reader.end() if isinstance(delta, PartEnd)] == [TextPart("Yes")]
     assert reader.end() == []
     assert reader.parts == [ReasoningPart("Hm."), TextPart("Yes")]
+
+
+THOUGHTS = {  # parser -> reasoning between bars, which are left out
+    "think": "<think>|\nHm, < 5 </thin.\n|</think>\n\nIt is 5, I think.",
+    "harmony": (
+        "<|channel|>analysis<|message|>|Hm, < 5.|<|end|><|start|>assistant<|channel|>commentary<|message|>So: <|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>|And?|<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It is 5."
+    ),
+    "cut within": "<think>|Hm, </thin|",
+    "no reasoning": "It is <think>5</think>.",
+}
+
+
+def answer_and_thinking(marked: str) -> tuple[str, set[int]]:
+    """Return the text, and the places of the characters between bars."""
+    pieces = marked.split("|") if not marked.startswith("<|") else re.split(r"(?<=>)\|(?!>)|(?<!<)\|(?=<)", marked)
+    places, start = set(), 0
+    for index, piece in enumerate(pieces):
+        if index % 2:
+            places |= set(range(start, start + len(piece)))
+        start += len(piece)
+    return "".join(pieces), places
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_reasoning_tokens_are_those_with_text_between_the_markers_however_outputs_are_merged(name: str) -> None:
+    answer, thinking = answer_and_thinking(THOUGHTS[name])
+    parser_name = name if name == "harmony" else "think"
+    dice = random.Random(name)
+    for _ in range(200):
+        ends = sorted({*dice.choices(range(1, len(answer)), k=dice.randrange(2, 40)), len(answer)})
+        spans = list(itertools.pairwise([0, *ends]))
+        expected = sum(not thinking.isdisjoint(range(*span)) for span in spans)
+        outputs = [output(answer[start:end]) for start, end in spans]
+        outputs[-1].finish_reason = FinishReason.STOP
+        merged = [outputs.pop(0)]
+        for later in outputs:
+            if dice.random() < 0.7:
+                merged[-1].merge(later)
+            else:
+                merged.append(later)
+        parser = AnswerFormat(None, parser_name).parser()
+        assert parser is not None
+        reader = AnswerReader(parser)
+        for one in merged:
+            reader.read(one)
+        assert reader.num_reasoning_tokens == expected, [one.text for one in merged]
+
+
+def test_a_token_without_text_counts_where_the_next_one_does() -> None:
+    for piece, count in (("Hm.", 2), ("</think>Yes", 0)):
+        parser = AnswerFormat(None, "think").parser(is_open=True)
+        assert parser is not None
+        reader = AnswerReader(parser)
+        reader.read(output(""))  # a part of a character, or a token that is not shown
+        assert reader.num_reasoning_tokens == 0
+        reader.read(output(piece))
+        assert reader.num_reasoning_tokens == count

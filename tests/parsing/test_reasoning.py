@@ -29,16 +29,13 @@ def test_reasoning_is_told_from_text_however_it_is_cut(case: str) -> None:
         assert parse(reasoning_parser("deepseek-r1", is_open=is_open), pieces) == (text, reasoning, []), pieces
 
 
-def test_channels_and_whether_the_model_thinks() -> None:
+def test_channels() -> None:
     answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
     for pieces in cuts(answer):
         assert parse(reasoning_parser("gpt_oss"), pieces) == ("Yes.", "Hm.", [])
     parser = reasoning_parser("harmony")
-    parser.push("<|channel|>analysis<|message|>")
-    assert parser.is_reasoning
+    assert parser.push("<|channel|>analysis<|message|>") == []
     assert parser.push("Hm") == [ReasoningDelta("Hm")]
-    parser.push("<|end|><|start|>assistant<|channel|>final<|message|>")
-    assert not parser.is_reasoning
 
 
 def test_calls_to_functions_that_were_not_offered_are_text() -> None:
