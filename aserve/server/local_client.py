@@ -44,6 +44,7 @@ class LocalClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._state.is_draining = True
         self._state.shut_down(CapacityError("the client is closed"))
         await self._state.close()
 

@@ -10,8 +10,9 @@ from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
 from aserve.errors import ClientError
+from aserve.server.responses.item_ids import ItemPlace
 from aserve.server.responses.items import BuiltInCallItem, BuiltInOutputItem, decode_items, encode_items
-from aserve.server.responses.listing import wire_items
+from aserve.server.responses.listing import wire_item
 from aserve.server.responses.schema import ResponseRequest, parse_create
 from aserve.server.responses.turns import chat_messages
 
@@ -63,7 +64,8 @@ def check(body: dict[str, Any]) -> None:
     ]
     orjson.dumps(chat_messages(request.items))
     assert decode_items(encode_items(request.items)) == request.items
-    for item, shown in zip(request.items, wire_items(request.items, "resp_1"), strict=True):
+    for index, item in enumerate(request.items):
+        shown = wire_item(item, ItemPlace("resp_1", False, index))
         if not isinstance(item, BuiltInCallItem | BuiltInOutputItem):  # these are shown as they came
             TypeAdapter(ResponseItem).validate_python(shown)
 

@@ -14,6 +14,11 @@ import pytest
 from doubles_responses import create, official, plain, read_sse, take
 from doubles_socket import MODEL, in_loop, kinds, respond, scripted_server, text_of
 
+from aserve.server.responses import query
+from aserve.server.responses.item_ids import ItemPlace
+from aserve.server.responses.items import Item
+from aserve.server.responses.listing import wire_item
+
 ORDER = [
     "response.created",
     "response.in_progress",
@@ -197,6 +202,42 @@ async def test_input_items_are_listed_in_pages() -> None:
             with pytest.raises(openai.BadRequestError) as error:
                 await client.responses.input_items.list(answer.id, **wrong)
             assert error.value.param == next(iter(wrong))
+
+
+@in_loop
+@pytest.mark.parametrize("order", ["asc", "desc"])
+async def test_a_page_is_made_of_its_own_items_only(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    action = {"type": "exec", "command": ["ls"]}
+    shell = {"type": "local_shell_call", "id": "own_7", "call_id": "c", "action": action, "status": "completed"}
+    items: Any = [{"role": "user", "content": "a"} for _ in range(200)] + [shell]
+    items += [{"type": "local_shell_call_output", "id": "c", "output": "done"}]
+    items += [{"role": "user", "content": "say b"}]
+    made: list[int] = []
+
+    def counted(item: Item, place: ItemPlace) -> dict[str, Any]:
+        made.append(place.index)
+        return wire_item(item, place)
+
+    monkeypatch.setattr(query, "wire_item", counted)
+    async with scripted_server() as live, plain(live) as client:
+        path = f"/responses/{(await create(client, input=items)).json()['id']}/input_items"
+        found: list[Any] = []
+        page: dict[str, Any] = {"has_more": True}
+        while page["has_more"]:
+            after = {"after": page["last_id"]} if found else {}
+            page = (await client.get(path, params={"order": order, "limit": "30", **after})).json()
+            assert len(made) <= 33  # the page, and those that may have the id behind which it begins
+            made.clear()
+            found += page["data"]
+            assert page["first_id"] == page["data"][0]["id"]
+        texts = [item["content"][0]["text"] if "content" in item else item["type"] for item in found]
+        expected = ["a"] * 200 + ["local_shell_call", "local_shell_call_output", "say b"]
+        assert texts == (expected if order == "asc" else expected[::-1])
+        behind = (await client.get(path, params={"order": order, "after": "own_7", "limit": "1"})).json()["data"][0]
+        assert behind["type"] == ("local_shell_call_output" if order == "asc" else "message")
+        for unknown in ("own_8", found[0]["id"].replace("_in", "_out"), found[0]["id"] + "9"):
+            answer = await client.get(path, params={"after": unknown})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
 
 
 @in_loop

@@ -11,8 +11,9 @@ from pydantic import TypeAdapter
 
 from aserve.errors import ClientError
 from aserve.server.responses.input import read_input
+from aserve.server.responses.item_ids import ItemPlace
 from aserve.server.responses.items import FunctionCallItem, decode_items, encode_items
-from aserve.server.responses.listing import wire_items
+from aserve.server.responses.listing import wire_item
 from aserve.server.responses.turns import chat_messages
 
 SHELL = {"type": "exec", "command": ["ls", "-l"], "env": {}}
@@ -164,7 +165,7 @@ def test_items_stored_before_there_were_namespaces_are_read() -> None:
 @pytest.mark.parametrize("name", [name for name in TURNS if "no use" not in name])
 def test_items_are_listed_as_they_were_sent(name: str) -> None:
     sent = TURNS[name][0]
-    listed = wire_items(read_input(sent), "resp_1")
+    listed = [wire_item(item, ItemPlace("resp_1", False, index)) for index, item in enumerate(read_input(sent))]
     assert len({item["id"] for item in listed}) == len(listed) == len(sent)
     for before, item in zip(sent, listed, strict=True):
         TypeAdapter(ResponseItem).validate_python(item)

@@ -28,6 +28,7 @@ from doubles_socket import (
 )
 
 from aserve.server.responses import event_log
+from aserve.server.responses import live as live_responses
 from aserve.server.responses.items import MessageItem
 from aserve.server.stream_sink import Outlet
 
@@ -259,6 +260,42 @@ async def test_a_place_that_is_refused_leaves_the_numbers_of_the_response_as_the
         events += await receive_until(socket, *TERMINAL)
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         assert await receive_until(other, *TERMINAL) == events[1:]
+
+
+@in_loop
+@pytest.mark.parametrize("kind", ["resumable", "background", "socket"])
+async def test_a_response_whose_opening_events_are_large_is_served_and_resumed(kind: str) -> None:
+    tools = [{"type": "function", "name": "f", "description": "x" * (9 << 20)}]  # in each event with the response
+    ask = {"input": "say " + "a" * 300, "tools": tools, "stream": True}
+    async with scripted_server(tool_call_parser="none") as live, plain(live) as client:
+        if kind == "socket":
+            async with live.connect() as socket:
+                events = await respond(socket, **ask, resumable=True)
+        else:
+            answer = await client.post("/responses", json={**ask, kind: True})
+            assert answer.status_code == 200, answer.text[:200]
+            events = read_sse(answer.text)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert (text_of(events), events[-1]["type"]) == ("a" * 300, "response.completed")
+        assert await read_from(client, events[0]["response"]["id"], None) == events
+        await live.become_idle()
+
+
+@in_loop
+async def test_the_events_of_ended_responses_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_responses, "MAX_ENDED_BYTES", 60_000)
+    async with scripted_server() as live, plain(live) as client:
+        ids = [(await create(client, "say " + "a" * 100, background=True)).json()["id"] for _ in range(6)]
+        await live.become_idle()
+        answers = [await client.get(f"/responses/{one}", params={"stream": "true"}) for one in ids]
+        states = [answer.status_code for answer in answers]
+        assert states == sorted(states, reverse=True)
+        kept = [len(answer.content) for answer in answers if answer.status_code == 200]
+        assert 1 <= len(kept) < 6
+        assert sum(kept) <= 60_000
+        large = (await create(client, "say " + "a" * 600, background=True)).json()["id"]
+        await live.become_idle()
+        assert text_of(await read_from(client, large, None)) == "a" * 600  # alone it may be larger than the bound
 
 
 @in_loop

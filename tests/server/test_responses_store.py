@@ -6,18 +6,22 @@ import sqlite3
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 from doubles_engine import until
 from doubles_redis import RedisServer, SilentProxy
 from doubles_responses import create, official, plain
-from doubles_socket import MODEL, in_loop, respond, scripted_server, text_of
+from doubles_socket import MODEL, in_loop, respond, scripted_engine, scripted_server, text_of
 
+from aserve.errors import CapacityError
+from aserve.server.local_client import LocalClient
 from aserve.server.responses import archive as response_archive
 from aserve.server.responses import kept
 from aserve.server.responses.archive import ResponseArchive
 from aserve.server.responses.items import Item, MessageItem, encode_items
+from aserve.server.responses.kept import EndedResponse, KeptResponse
 from aserve.store.memory import MemoryStore
 from aserve.store.record import StoredResponse
 from aserve.tokenizer.spans import Span, make_span
@@ -161,6 +165,73 @@ async def test_what_is_on_its_way_when_the_server_stops_is_stored(
         asyncio.get_running_loop().call_later(0.1, encoder.may_encode.set)
     async with scripted_server(response_store=url) as live, plain(live) as client:
         assert (await client.get(f"/responses/{large['id']}")).json() == large
+
+
+class GatedStore(MemoryStore):
+    """Is asked for nothing once it is closed."""
+
+    is_closed = False
+
+    def put(self, response: StoredResponse) -> None:
+        assert not self.is_closed
+        super().put(response)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def ended(name: str) -> EndedResponse:
+    return EndedResponse(KeptResponse(name, [MessageItem("user", "a")], []), [], b"{}", 0)
+
+
+@in_loop
+@pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.parametrize("blocks", [True, False])
+async def test_what_ends_while_the_archive_closes_is_stored_and_what_ends_later_is_told(
+    is_small: bool, blocks: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = GatedEncoder()
+    monkeypatch.setattr(kept, "encode_items", encoder)
+    monkeypatch.setattr(kept, "SMALL_ITEMS", 0)
+    store = GatedStore(10**6, 100)
+    monkeypatch.setattr(store, "blocks", blocks)
+    archive = ResponseArchive(store)
+    archive.keep(ended("first"))
+    closing = asyncio.create_task(archive.close())
+    await asyncio.sleep(0.01)
+    monkeypatch.setattr(kept, "SMALL_ITEMS", 64 if is_small else 0)
+    archive.keep(ended("meanwhile"))
+    encoder.may_encode.set()
+    await closing
+    assert store._kept.keys() == {"first", "meanwhile"}
+    archive.keep(ended("late"))
+    assert "response late ended after the store was closed" in caplog.text
+
+
+@in_loop
+@pytest.mark.parametrize("fields", [{}, {"background": True}, {"stream": True}, {"stream": True, "resumable": True}])
+async def test_a_response_that_is_being_prepared_when_its_client_closes_ends_there(
+    fields: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scripted_engine() as engine:
+        may_encode = threading.Event()
+        encode = engine.tokenizer.encode_turn
+
+        def gated(*args: Any, **options: Any) -> list[Span]:
+            may_encode.wait(10)
+            return encode(*args, **options)
+
+        engine.tokenizer.encode_turn = gated  # type: ignore[method-assign]
+        async with LocalClient(engine) as client:
+            asking = asyncio.create_task(client.request("/v1/responses", {"input": "say a", **fields}))
+            await asyncio.sleep(0.05)
+        may_encode.set()
+        with pytest.raises(CapacityError, match="the client is closed"):
+            await asking
+        assert engine.metrics.num_generation_tokens == 0
+        with pytest.raises(CapacityError, match="shutting down"):
+            await client.request("/v1/responses", {"input": "say a"})
+    assert not caplog.records
 
 
 @in_loop

@@ -23,9 +23,13 @@ class ResponseArchive:
         self._encoding: dict[str, asyncio.Future[StoredResponse]] = {}
         self._on_way: dict[str, StoredResponse] = {}
         self._on_way_bytes = 0
+        self._is_closed = False
 
     def keep(self, ended: EndedResponse) -> None:
-        """Encode and ``put`` a response, a large one off the event loop."""
+        """Encode and ``put`` a response, a large one off the event loop; one that ends too late is not stored."""
+        if self._is_closed:
+            logger.warning("response %s ended after the store was closed", ended.kept.response_id)
+            return
         if ended.is_small:
             self.put(ended.encoded())
             return
@@ -79,8 +83,9 @@ class ResponseArchive:
 
     async def close(self) -> None:
         """Write what is on its way, then close the store."""
-        if self._encoding:
+        while self._encoding:  # other responses may end meanwhile
             await asyncio.wait(self._encoding.values())
+        self._is_closed = True
         self._encoder.shutdown(wait=False)
         if self._thread is None:
             self._store.close()

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from aserve.errors import ClientError
 from aserve.server.stream_sink import Outlet
 
-MAX_LOG_BYTES = 8 << 20  # of one response; the oldest events go first
+MAX_LOG_BYTES = 8 << 20  # of what one response says; the oldest events go first
+NUM_REPEATS = 4  # events that repeat what was asked for, as the first does: created, queued, in_progress, the last
 FRAMES_AT_ONCE = 64  # taken from the log before the outlet is asked again
 
 
@@ -24,7 +25,8 @@ class EventLog:
         self.first = 0  # the number of the oldest frame that is kept
         self.is_complete = False
         self._frames: deque[bytes] = deque()
-        self._num_bytes = 0
+        self.num_bytes = 0
+        self._max_bytes = MAX_LOG_BYTES
         self._readers: list[LogReader] = []
 
     @property
@@ -39,10 +41,12 @@ class EventLog:
 
     def write_frame(self, payload: bytes) -> None:
         """Append one frame and pass it on."""
+        if not self.end:
+            self._max_bytes = MAX_LOG_BYTES + NUM_REPEATS * len(payload)
         self._frames.append(payload)
-        self._num_bytes += len(payload)
-        while self._num_bytes > MAX_LOG_BYTES:
-            self._num_bytes -= len(self._frames.popleft())
+        self.num_bytes += len(payload)
+        while self.num_bytes > self._max_bytes and len(self._frames) > 1:
+            self.num_bytes -= len(self._frames.popleft())
             self.first += 1
         self._wake_readers()
 

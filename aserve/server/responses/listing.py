@@ -1,6 +1,5 @@
 """Items of a conversation as the API lists them."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from aserve.server.responses.item_ids import ItemPlace
@@ -14,11 +13,6 @@ from aserve.server.responses.items import (
     Item,
     MessageItem,
 )
-
-
-def wire_items(items: Sequence[Item], response_id: str) -> list[dict[str, Any]]:
-    """Return ``items`` as the input of ``response_id`` is listed; an item's id follows from its place."""
-    return [wire_item(item, ItemPlace(response_id, False, index)) for index, item in enumerate(items)]
 
 
 def wire_item(item: Item, place: ItemPlace) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from aserve.server.stream_sink import Outlet
 
 MAX_RUNNING = 256
 MAX_ENDED = 256  # whose events are kept
+MAX_ENDED_BYTES = 1 << 30  # of their events, unless one alone has more
 
 
 def _unchanged(frame: bytes) -> bytes:
@@ -87,6 +88,7 @@ class LiveResponses:
         self._grace_s = grace_s
         self._running: dict[str, LiveResponse] = {}
         self._ended: dict[str, LiveResponse] = {}  # oldest first
+        self._ended_bytes = 0
 
     def __len__(self) -> int:
         """Return how many run."""
@@ -105,8 +107,9 @@ class LiveResponses:
         if live is None:
             return
         self._ended[response_id] = live
+        self._ended_bytes += live.log.num_bytes
         live.end(lambda: self.forget(response_id))
-        while len(self._ended) > MAX_ENDED:
+        while len(self._ended) > MAX_ENDED or (self._ended_bytes > MAX_ENDED_BYTES and len(self._ended) > 1):
             self.forget(next(iter(self._ended)))
 
     def find(self, response_id: str) -> LiveResponse | None:
@@ -120,7 +123,9 @@ class LiveResponses:
 
     def forget(self, response_id: str) -> None:
         """Let go of a response, and of what runs for it. Idempotent."""
-        live = self._running.pop(response_id, None) or self._ended.pop(response_id, None)
+        live = self._running.pop(response_id, None)
+        if live is None and (live := self._ended.pop(response_id, None)) is not None:
+            self._ended_bytes -= live.log.num_bytes
         if live is not None:
             live.close()
 

@@ -1,6 +1,6 @@
 """Query strings of the Responses API over HTTP."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -8,8 +8,9 @@ from starlette.datastructures import QueryParams
 from starlette.types import Scope
 
 from aserve.errors import ClientError
-from aserve.server.responses.items import Item
-from aserve.server.responses.listing import wire_items
+from aserve.server.responses.item_ids import ItemPlace
+from aserve.server.responses.items import BuiltInCallItem, BuiltInOutputItem, Item
+from aserve.server.responses.listing import wire_item
 
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
@@ -56,23 +57,31 @@ class ItemPage:
 
     def cut(self, items: list[Item], response_id: str) -> dict[str, Any]:
         """Return the page as a list object."""
-        listed = wire_items(items, response_id)
-        if not self.is_ascending:
-            listed.reverse()
-        start = 0
-        if self.after is not None:
-            place = next((place for place, item in enumerate(listed) if item["id"] == self.after), None)
-            if place is None:
-                raise ClientError("there is no such item", param="after")
-            start = place + 1
-        page = listed[start : start + self.limit]
+        order = range(len(items)) if self.is_ascending else range(len(items))[::-1]
+        start = 0 if self.after is None else _find(self.after, items, order, response_id) + 1
+        page = [wire_item(items[index], _place(response_id, index)) for index in order[start : start + self.limit]]
         return {
             "object": "list",
             "data": page,
             "first_id": page[0]["id"] if page else "",
             "last_id": page[-1]["id"] if page else "",
-            "has_more": start + self.limit < len(listed),
+            "has_more": start + self.limit < len(items),
         }
+
+
+def _place(response_id: str, index: int) -> ItemPlace:
+    return ItemPlace(response_id, False, index)
+
+
+def _find(item_id: str, items: Sequence[Item], order: Sequence[int], response_id: str) -> int:
+    """Return where in ``order`` the item of this id is; most ids tell a place, those of some kinds are the client's."""
+    place = ItemPlace.read(item_id)
+    said = -1 if place is None else place.index
+    for position, index in enumerate(order):
+        is_possible = index == said or isinstance(items[index], BuiltInCallItem | BuiltInOutputItem)
+        if is_possible and wire_item(items[index], _place(response_id, index))["id"] == item_id:
+            return position
+    raise ClientError("there is no such item", param="after")
 
 
 def _read_choice(query: Mapping[str, str], name: str, choices: Mapping[str, bool], default: bool) -> bool:

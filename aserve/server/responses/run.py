@@ -49,10 +49,10 @@ class ResponseRun:
     """
 
     __slots__ = (
-        "_answer", "_engine", "_frame", "_history", "_is_plain", "_is_queued", "_is_steered", "_is_stopping",
-        "_is_submitted", "_kept", "_last", "_lease", "_on_end", "_on_written", "_outlet", "_output_ids", "_params",
-        "_prompt", "_prompt_ids", "_sink", "_style", "_texts", "_written", "error", "events", "is_cancelled", "request",
-        "status",
+        "_answer", "_broken_off", "_engine", "_frame", "_history", "_is_plain", "_is_queued", "_is_steered",
+        "_is_stopping", "_is_submitted", "_kept", "_last", "_lease", "_on_end", "_on_written", "_outlet",
+        "_output_ids", "_params", "_prompt", "_prompt_ids", "_sink", "_style", "_texts", "_written", "error",
+        "events", "is_cancelled", "request", "status",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +93,7 @@ class ResponseRun:
         self._last: RequestOutput | None = None  # the first at least, for the usage
         self._kept: KeptResponse | None = None  # once somebody has asked for it
         self._is_submitted = False
+        self._broken_off: AserveError | None = None
         self._is_steered = False
         self._is_stopping = False
         self.is_cancelled = False  # its client wants nothing more of it
@@ -125,6 +126,8 @@ class ResponseRun:
         while num_items != len(self.request.items):  # what steers it may come in during the encoding
             num_items = len(self.request.items)
             await self.encode(previous)
+        if self._broken_off is not None:
+            raise self._broken_off
         if not self.is_cancelled:
             self._submit()
 
@@ -180,6 +183,7 @@ class ResponseRun:
 
     def end(self, error: AserveError) -> None:
         """End as failed now."""
+        self._broken_off = error
         if self._sink is not None:
             self._sink.fail(error)
         self._engine.abort(self.response_id)
