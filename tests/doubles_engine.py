@@ -57,6 +57,9 @@ class LetterTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None) -> list[int]:
         return [ord(letter) for letter in text]
 
+    def encode_fragment(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **options: Any
     ) -> list[int]:

@@ -119,6 +119,7 @@ class AnswerStyle:
         rules = AnswerRules(
             syntax=self._syntax,
             functions=functions,
+            forms={tool.name: tool.text_form for tool in options.callable if tool.text_form is not None},
             must_call=must_call,
             is_single=not options.is_parallel,
             answer=(answer.kind, answer.text) if answer is not None and not must_call else None,

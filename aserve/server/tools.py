@@ -8,6 +8,7 @@ from typing import Any, Literal
 import orjson
 
 from aserve.errors import ClientError
+from aserve.structured.text_form import TextForm
 
 MAX_TOOLS = 512
 MAX_NAME_CHARS = 128
@@ -20,12 +21,16 @@ ToolChoice = Literal["none", "auto", "required"]
 
 @dataclass(frozen=True, slots=True)
 class FunctionTool:
-    """One function. ``parameters`` is the JSON schema of its arguments; calls are held to it if ``is_strict``."""
+    """One function. ``parameters`` is the JSON schema of its arguments; calls are held to it if ``is_strict``.
+
+    ``text_form`` is that of its only argument, if that is a text in a form of its own.
+    """
 
     name: str
     description: str | None
     parameters: Mapping[str, Any]
     is_strict: bool
+    text_form: TextForm | None = None
 
     def enforced_schema(self) -> dict[str, Any]:
         """Return the schema that a grammar holds calls to: that of an object, whether it says so or not.

@@ -4,7 +4,7 @@ import re
 
 from aserve.errors import ClientError
 from aserve.structured.answer_rules import AnswerRules
-from aserve.structured.call_syntax import CALL_SYNTAXES, CallSyntax
+from aserve.structured.call_syntax import CALL_SYNTAXES, CallSyntax, Parameters
 from aserve.structured.lark_text import ANY_TEXT, LarkText
 
 ANSWER = "answer"  # the name of the grammar for what is said instead of calls
@@ -39,7 +39,7 @@ def _body(lark: LarkText, rules: AnswerRules) -> str:
     syntax = CALL_SYNTAXES.get(rules.syntax)
     if syntax is None:
         raise ClientError(f"calls cannot be enforced in the syntax {rules.syntax!r}", param="grammar")
-    functions = dict(rules.functions)
+    functions = _functions(rules, syntax)
     if rules.must_call:
         return syntax.calls(lark, functions, is_single=rules.is_single)
     if rules.answer is not None or rules.is_harmony:
@@ -47,8 +47,14 @@ def _body(lark: LarkText, rules: AnswerRules) -> str:
     return _text_with_calls(lark, syntax, rules)
 
 
+def _functions(rules: AnswerRules, syntax: CallSyntax) -> dict[str, Parameters]:
+    """Return what each function takes; beside an answer that may begin alike, nothing but schemas can be told apart."""
+    forms = {} if syntax.begins_answer and rules.answer is not None else rules.forms
+    return {name: forms.get(name, schema) for name, schema in rules.functions}
+
+
 def _text_with_calls(lark: LarkText, syntax: CallSyntax, rules: AnswerRules) -> str:
-    functions, trigger = dict(rules.functions), syntax.trigger
+    functions, trigger = _functions(rules, syntax), syntax.trigger
     if syntax.begins_answer:
         calls = syntax.calls(lark, functions, is_single=rules.is_single)
         return f"{calls} | {_text_not_beginning(lark, trigger, rules)}"

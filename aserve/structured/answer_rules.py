@@ -6,6 +6,7 @@ import msgspec
 
 from aserve.errors import ClientError
 from aserve.request import GrammarKind, GrammarSpec
+from aserve.structured.text_form import TextForm
 
 
 class ReasoningMarkers(msgspec.Struct, frozen=True):
@@ -20,13 +21,15 @@ class AnswerRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The rules of one answer, as a GrammarSpec of the kind "answer" carries them.
 
     ``functions`` are names with the schemas of their arguments, None for any object, written as ``syntax`` says
-    (``call_syntax.py``). ``must_call`` rules out all but calls; otherwise the answer may be what ``answer``, kind and
-    text of a grammar, says, or without one any text, in which calls may stand. ``is_single`` allows one call only.
-    ``token_ids`` are the markers that are control tokens of the model's vocabulary.
+    (``call_syntax.py``); ``forms`` are those of functions that take one text in a form of its own. ``must_call`` rules
+    out all but calls; otherwise the answer may be what ``answer``, kind and text of a grammar, says, or without one any
+    text, in which calls may stand. ``is_single`` allows one call only. ``token_ids`` are the markers that are control
+    tokens of the model's vocabulary.
     """
 
     syntax: str = ""
     functions: tuple[tuple[str, dict[str, Any] | None], ...] = ()
+    forms: dict[str, TextForm] = {}
     must_call: bool = False
     is_single: bool = False
     answer: tuple[GrammarKind, str] | None = None

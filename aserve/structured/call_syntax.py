@@ -10,26 +10,35 @@ import orjson
 from aserve.errors import ClientError, quoted
 from aserve.structured.json_schema import ANY_OBJECT, check_schema, schema_expression, walk
 from aserve.structured.lark_text import LarkText
+from aserve.structured.text_form import TextForm
 
 BAR, LOW = "\uff5c", "\u2581"  # in DeepSeek's markers
 IDENTIFIER = r"[A-Za-z_][A-Za-z0-9_]*"
+END_OF_TAG = "\n</parameter>\n"
 ANY_SCHEMA: Mapping[str, Any] = orjson.loads(ANY_OBJECT)
 
 Schema = Mapping[str, Any] | None
 """Of the arguments of a function; None: any object."""
-Arguments = Callable[[LarkText, Schema], str]
-"""Returns an expression for the arguments of a function with this schema; raises ClientError if there is none."""
-Body = Callable[[LarkText, str, Schema], str]
+Parameters = TextForm | Schema
+"""What a function takes. A form that a syntax cannot hold calls to counts as its schema."""
+Arguments = Callable[[LarkText, Parameters], str]
+"""Returns an expression for the arguments of a function; raises ClientError if there is none."""
+Body = Callable[[LarkText, str, Parameters], str]
 """Returns an expression for a call of the function of this name, without what all calls have around it."""
 
 
-def json_arguments(lark: LarkText, schema: Schema) -> str:
+def json_arguments(lark: LarkText, parameters: Parameters) -> str:
     """Return an expression for the arguments as a JSON object."""
-    return lark.rule(_checked(schema or ANY_SCHEMA))
+    if isinstance(parameters, TextForm) and (text := parameters.quoted(lark)) is not None:
+        return f"{lark.literal(f'{{{_quoted_name(parameters)}: ')} {text} {lark.literal('}')}"
+    return lark.rule(_checked(_schema_of(parameters) or ANY_SCHEMA))
 
 
-def keyword_arguments(lark: LarkText, schema: Schema) -> str:
+def keyword_arguments(lark: LarkText, parameters: Parameters) -> str:
     """Return an expression for the arguments as Python writes them, with values that JSON knows."""
+    if isinstance(parameters, TextForm) and (text := parameters.quoted(lark)) is not None:
+        return f"{lark.literal(f'{parameters.argument}=')} {text}"
+    schema = _schema_of(parameters)
     if not schema or "properties" not in schema:
         pair = lark.rule(f'/{IDENTIFIER}/ "=" {lark.rule(schema_expression({}))}')
         return lark.rule(f'({pair} (", " {pair})*)?')
@@ -41,8 +50,11 @@ def keyword_arguments(lark: LarkText, schema: Schema) -> str:
     return _comma_list(lark, pairs)
 
 
-def tagged_arguments(lark: LarkText, schema: Schema) -> str:
+def tagged_arguments(lark: LarkText, parameters: Parameters) -> str:
     """Return an expression for the arguments as Qwen3-Coder writes them, a tag for each; strings stand as they are."""
+    if isinstance(parameters, TextForm) and (text := parameters.unquoted(lark, END_OF_TAG)) is not None:
+        return f"{lark.literal(f'<parameter={parameters.argument}>{chr(10)}')} {text}"
+    schema = _schema_of(parameters)
     if not schema or "properties" not in schema:
         name = r'"<parameter=" /[^>\n]{1,256}/ ">\n"'
         return lark.rule(f"({name} {_raw_text(lark)})*")
@@ -58,10 +70,10 @@ def tagged_arguments(lark: LarkText, schema: Schema) -> str:
 def named(between: str, arguments: Arguments = json_arguments, name_pattern: str = ".+") -> Body:
     """Return how a call is written as its name, ``between`` and its arguments."""
 
-    def body(lark: LarkText, name: str, schema: Schema) -> str:
+    def body(lark: LarkText, name: str, parameters: Parameters) -> str:
         if not re.fullmatch(name_pattern, name, re.ASCII):
             raise ClientError("its name cannot be written in this model's calls")
-        return f"{lark.literal(name + between)} {arguments(lark, schema)}"
+        return f"{lark.literal(name + between)} {arguments(lark, parameters)}"
 
     return body
 
@@ -72,8 +84,11 @@ def json_call(key: str) -> Body:
     An answer in JSON may begin with the same letters, so this is a schema: literal text would win over it.
     """
 
-    def body(lark: LarkText, name: str, schema: Schema) -> str:
-        arguments = dict(schema or ANY_SCHEMA)
+    def body(lark: LarkText, name: str, parameters: Parameters) -> str:
+        if isinstance(parameters, TextForm) and (text := parameters.quoted(lark)) is not None:
+            opening = f'{{"name": "{name}", "{key}": {{{_quoted_name(parameters)}: '
+            return f"{lark.literal(opening)} {text} {lark.literal('}}')}"
+        arguments = dict(_schema_of(parameters) or ANY_SCHEMA)
         check_schema(arguments)
         _check_references(arguments)
         properties = {"name": {"const": name}, key: arguments}
@@ -101,7 +116,7 @@ class CallSyntax:
     begins_answer: bool = False
     is_single: bool = False
 
-    def calls(self, lark: LarkText, functions: Mapping[str, Schema], *, is_single: bool, skip: str = "") -> str:
+    def calls(self, lark: LarkText, functions: Mapping[str, Parameters], *, is_single: bool, skip: str = "") -> str:
         """Return an expression for one call or more, whose beginning ``skip`` stands there already."""
         call = self._call(lark, functions)
         first = call if self.opening else self._call(lark, functions, skip)
@@ -110,15 +125,15 @@ class CallSyntax:
             parts.append(f"({lark.literal(self.separator)} {call})*")
         return lark.rule(" ".join([*parts, lark.literal(self.closing)]))
 
-    def _call(self, lark: LarkText, functions: Mapping[str, Schema], skip: str = "") -> str:
-        bodies = " | ".join(self._body(lark, name, schema) for name, schema in functions.items())
+    def _call(self, lark: LarkText, functions: Mapping[str, Parameters], skip: str = "") -> str:
+        bodies = " | ".join(self._body(lark, name, parameters) for name, parameters in functions.items())
         return lark.rule(f"{lark.literal(self.before[len(skip) :])} ({bodies}) {lark.literal(self.after)}")
 
-    def _body(self, lark: LarkText, name: str, schema: Schema) -> str:
+    def _body(self, lark: LarkText, name: str, parameters: Parameters) -> str:
         key = ("body", name)
         if key not in lark.shared:
             try:
-                lark.shared[key] = lark.rule(self.body(lark, name, schema))
+                lark.shared[key] = lark.rule(self.body(lark, name, parameters))
             except ClientError as error:
                 raise ClientError(f"the function {name}: {error.message}", param="grammar") from None
         return lark.shared[key]
@@ -185,6 +200,14 @@ CALL_SYNTAXES: Mapping[str, CallSyntax] = {
 }
 
 
+def _schema_of(parameters: Parameters) -> Schema:
+    return parameters.schema() if isinstance(parameters, TextForm) else parameters
+
+
+def _quoted_name(form: TextForm) -> str:
+    return orjson.dumps(form.argument).decode()
+
+
 def _checked(schema: Mapping[str, Any]) -> str:
     check_schema(schema)
     return schema_expression(schema)
@@ -233,7 +256,7 @@ def _comma_list(lark: LarkText, pairs: list[tuple[str, bool]]) -> str:
 
 
 def _tag_value(lark: LarkText, schema: Mapping[str, Any]) -> str:
-    closing = lark.literal("\n</parameter>\n")
+    closing = lark.literal(END_OF_TAG)
     choices = schema.get("enum")
     if schema.get("type") != "string":
         return f"{lark.rule(_checked(schema))} {closing}"
@@ -243,4 +266,4 @@ def _tag_value(lark: LarkText, schema: Mapping[str, Any]) -> str:
 
 
 def _raw_text(lark: LarkText) -> str:
-    return lark.until("\n</parameter>\n")
+    return lark.until(END_OF_TAG)

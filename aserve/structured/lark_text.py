@@ -43,6 +43,10 @@ class LarkText:
                 self.shared[key] = self._add(f"[suffix={_quote(marker)}]", ANY_TEXT)
         return self.shared[key]
 
+    def ended(self, text: str, ending: str) -> str:
+        """Return an expression for the terminal ``text`` up to the first ``ending``, and that."""
+        return self._add(f"[suffix={_quote(ending)}]", text)
+
     def text(self, start: str) -> str:
         """Return the whole grammar for ``start``."""
         return "\n".join([f"start: {start}", *self._rules, ""])

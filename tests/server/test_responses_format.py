@@ -1,6 +1,7 @@
 """Structured output in responses: the demo model itself is held to a schema, over HTTP and over the WebSocket."""
 
 import json
+import re
 from typing import Any
 
 import openai
@@ -31,6 +32,29 @@ def test_formats_mean_what_they_mean_in_chat() -> None:
         assert parse_create({"input": "a", "text": text}, 256).params.grammar is None
 
 
+def custom(syntax: str, definition: str) -> Any:
+    return {
+        "type": "custom",
+        "name": "note",
+        "format": {"type": "grammar", "syntax": syntax, "definition": definition},
+    }
+
+
+async def keep_to_grammars(client: openai.AsyncOpenAI, model: str) -> None:
+    """Let the demo model call custom tools, whole and streamed."""
+    quoted = r'\w{1,3}\n"[^"\\]{1,3}"\n'
+    ask: Any = {"model": model, "input": "Hi", "max_output_tokens": 60, "parallel_tool_calls": False}
+    ask |= {"tools": [custom("regex", f"^{quoted}$")], "tool_choice": "required"}
+    (item,) = (await client.responses.create(**ask)).output
+    assert item.type == "custom_tool_call"
+    assert re.fullmatch(quoted, item.input), item.input
+    nested = 'start: "(" (start | /[0-9]{1,2}/) ")"'
+    ask |= {"tools": [custom("lark", nested)], "tool_choice": {"type": "custom", "name": "note"}}
+    async with client.responses.stream(**ask) as stream:
+        said = "".join([e.delta async for e in stream if e.type == "response.custom_tool_call_input.delta"])
+    assert re.fullmatch(r"\(+(\d{1,2}\)+)?", said), said
+
+
 @in_loop
 async def test_the_demo_model_keeps_to_a_schema() -> None:
     async with (
@@ -47,9 +71,14 @@ async def test_the_demo_model_keeps_to_a_schema() -> None:
             assert person["name"] in ("Ada", "Grace")
             assert 1 <= person["age"] <= 99
         assert answer.to_dict()["text"]["format"]["name"] == "person"
+        await keep_to_grammars(client, engine.model_name)
         for fields, param in (
             ({"text": {"format": {**FORMAT, "schema": {"type": "nonsense"}}}}, "text.format"),
             ({"extra_body": {"regex": "[a"}}, "regex"),
+            ({"tools": [custom("lark", "start: missing")]}, "tools"),
+            ({"tools": [custom("lark", 'start: "a')]}, "tools"),
+            ({"tools": [custom("regex", "(?=a)b")]}, "tools"),
+            ({"tools": [custom("regex", "")]}, "tools[0].format"),
         ):
             for how in ({"stream": True}, {"background": True}, {}):
                 with pytest.raises(openai.BadRequestError) as wrong:

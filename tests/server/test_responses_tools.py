@@ -24,8 +24,9 @@ PATCH: dict[str, Any] = {
     "type": "custom",
     "name": "apply_patch",
     "description": "Edit files.",
-    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /[a-z]+/"},
+    "format": {"type": "text"},
 }
+HELD_PATCH = {**PATCH, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /[a-z]+/"}}
 TOOLS = [WEATHER, PATCH]
 
 
@@ -396,7 +397,7 @@ async def test_what_codex_sends_is_answered() -> None:
         "tools": [
             {"type": "function", "name": "shell_command", "description": "Run it.", "strict": False,
              "parameters": {"type": "object", "properties": {"command": {"type": "string"}}}},
-            PATCH,
+            HELD_PATCH,
             {"type": "namespace", "name": "mcp__docs__", "description": "Docs.", "tools": [WEATHER]},
             {"type": "web_search", "external_web_access": True},
             {"type": "image_generation", "output_format": "png"},

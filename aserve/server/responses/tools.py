@@ -7,7 +7,7 @@ the log.
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from aserve.server.responses.input import unsupported
 from aserve.server.responses.turns import CUSTOM_INPUT, function_name
 from aserve.server.tool_choice import read_choice
 from aserve.server.tools import NO_TOOLS, FunctionTool, ToolOptions, check_function, check_tools
+from aserve.structured.text_form import TextForm
 
 logger = logging.getLogger(__name__)
 
@@ -95,17 +96,23 @@ def _read_function(where: str, tool: Mapping[str, Any], namespace: str | None) -
 
 
 def _read_custom(where: str, tool: Mapping[str, Any], namespace: str | None) -> FunctionTool:
-    """Return the function of one string; a grammar of that string is told to the model, which is not held to it."""
-    description, form = tool.get("description"), tool.get("format")
-    if isinstance(form, dict) and form.get("type") == "grammar":
-        syntax, definition = form.get("syntax"), form.get("definition")
-        if syntax not in ("lark", "regex") or not isinstance(definition, str):
-            field = f"{where}.format"
-            raise ClientError(f"{field} must have the syntax lark or regex and a definition", param=field)
-        rule = f"The input has to match this {syntax} grammar:\n{definition}"
+    """Return the function of one string; a grammar of that string is told to the model, too."""
+    description, form = tool.get("description"), _read_form(f"{where}.format", tool.get("format"))
+    if form is not None:
+        rule = f"The input has to match this {form.syntax} grammar:\n{form.definition}"
         description = rule if description is None else f"{description}\n\n{rule}"
     name = function_name(_read_name(where, tool), namespace)
-    return check_function(where, name=name, description=description, parameters=CUSTOM_PARAMETERS)
+    function = check_function(where, name=name, description=description, parameters=CUSTOM_PARAMETERS)
+    return function if form is None else replace(function, is_strict=True, text_form=form)
+
+
+def _read_form(where: str, form: Any) -> TextForm | None:
+    if not isinstance(form, dict) or form.get("type") != "grammar":
+        return None
+    syntax, definition = form.get("syntax"), form.get("definition")
+    if syntax not in ("lark", "regex") or not isinstance(definition, str) or not definition:
+        raise ClientError(f"{where} must have the syntax lark or regex and a definition", param=where)
+    return TextForm(syntax, definition, CUSTOM_INPUT)
 
 
 def _read_name(where: str, tool: Mapping[str, Any]) -> str:
