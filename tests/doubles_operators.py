@@ -51,10 +51,14 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 def poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let new tensors be NaN, so that what is never written is noticed."""
+    """Let new tensors be NaN, or the largest integer, so that what is never written is noticed."""
     empty, empty_like = torch.empty, torch.empty_like
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
-    monkeypatch.setattr(torch, "empty_like", lambda like, **options: empty_like(like, **options).fill_(torch.nan))
+
+    def fill(tensor: Tensor) -> Tensor:
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: fill(empty(*size, **options)))
+    monkeypatch.setattr(torch, "empty_like", lambda like, **options: fill(empty_like(like, **options)))
 
 
 def norm64(x: Tensor, weight: Tensor) -> Tensor:

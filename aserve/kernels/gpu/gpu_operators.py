@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from aserve.kernels.experts import Experts
 from aserve.kernels.gpu import gate_mul, norm, rope_store
 from aserve.kernels.gpu.launch import can_run
 from aserve.kernels.gpu.medium_linear import apply_medium_linear, can_multiply
 from aserve.kernels.gpu.medium_linear_launch import MediumLinearLaunch, choose_medium_launch
+from aserve.kernels.gpu.moe import can_run_moe, run_moe
 from aserve.kernels.gpu.small_linear import NormBefore, SmallLinear, apply_small_linear, is_small
 from aserve.kernels.operators import Activation, HeadLayout, HeadNorms, KVTarget, Operators, Projection
 
@@ -89,6 +91,11 @@ class GpuOperators(Operators):
         assert medium is not None  # one of the two is there
         normed, residual = self.add_rms_norm(x, residual, weight, eps)
         return self._multiply(normed, *medium), residual
+
+    def moe(self, x: Tensor, scores: Tensor, experts: Experts) -> Tensor:
+        if not can_run_moe(x, scores, experts):
+            return super().moe(x, scores, experts)
+        return run_moe(x, scores, experts, self._overlap)
 
     def norm_logits(
         self, x: Tensor, weight: Tensor, eps: float, linear: Projection, *, out: Tensor | None = None
