@@ -78,6 +78,14 @@ class EngineConfig:
     kv_lease_fraction: float = option(
         0.5, "share of the KV pages that open conversations may keep until their next turn; they give way to requests"
     )
+    speculation: Literal["none", "ngram"] = option(
+        "none",
+        "guess tokens ahead and verify them in one step, which changes no output; ngram: what followed the same tokens "
+        "before in the prompt or the output",
+    )
+    num_speculative_tokens: int = option(5, "tokens guessed ahead of a sequence, at most")
+    ngram_max: int = option(4, "longest run of tokens that is looked up, before shorter ones")
+    ngram_min: int = option(2, "shortest run of tokens that is looked up")
     overlap: bool = option(True, "prepare the next step while the device executes one")
     policy: Literal["fcfs", "priority"] = option("fcfs", "order in which waiting requests start")
     max_queued_requests: int = option(1024, "requests that may wait; more are refused with 503")
@@ -90,6 +98,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_section("engine", self)
+        if self.ngram_min > self.ngram_max:
+            raise ConfigError(f"engine.ngram_min must be at most ngram_max ({self.ngram_max}), got {self.ngram_min}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +202,10 @@ POSITIVE = {
     "max_connection_age_s", "response_store_mib", "response_max_age_s", "resume_grace_s",
 }  # fmt: skip
 NOT_NEGATIVE = {"keep_alive_s", "drain_timeout_s"}
-BETWEEN = {"page_size": (1, 256), "decode_context_parallel_size": (1, 8), "port": (0, 65535)}
+BETWEEN = {
+    "page_size": (1, 256), "decode_context_parallel_size": (1, 8), "port": (0, 65535),
+    "num_speculative_tokens": (1, 64), "ngram_max": (1, 64), "ngram_min": (1, 64),
+}  # fmt: skip
 
 
 def _check_section(section: str, config: Any) -> None:

@@ -166,6 +166,8 @@ SOURCE_HELP = {
     "prefix_cache_hits_total": "Prompt tokens found in the prefix cache.",
     "prefix_cache_hit_ratio": "Share of the prompt tokens looked up that were found, since the start.",
     "num_preemptions_total": "Sequences that gave up their pages and started again.",
+    "spec_decode_num_draft_tokens_total": "Tokens guessed ahead and verified.",
+    "spec_decode_num_accepted_tokens_total": "Tokens guessed ahead that the model chose, too.",
     "idle_launches_total": "Steps whose launch found the device with nothing to do.",
     "late_compilations_total": "Device kernels made ready after the start; each made a step wait.",
 }

@@ -182,6 +182,9 @@ class CheckedRunner(ScriptedRunner):
 
     def _read_and_write(self, row: int, computed: int, end: int) -> None:
         value = 0
+        for position in range(len(self.token_pool[row]) - 1, end):  # keys of drafts that were wrong
+            self._slots[self.page_table[row][position // self.limits.page_size], position % self.limits.page_size] = -1
+        end = min(end, len(self.token_pool[row]) - 1)
         for position, token in enumerate(self.token_pool[row][:end]):
             value = hash((value, token))
             slot = (self.page_table[row][position // self.limits.page_size], position % self.limits.page_size)

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -117,6 +118,8 @@ class Run:
     row: int = -1
     pages: list[int] = field(default_factory=list)
     is_started: bool = False
+    is_verifying: bool = False
+    expected: list[int] = field(default_factory=list)  # outputs that drafts are made of, right ones and wrong ones
 
     @property
     def outputs(self) -> list[int]:
@@ -140,6 +143,7 @@ class RandomDriver:
         self._random.shuffle(self._free_pages)
         self.num_preemptions = 0
         self.num_mixed_steps = 0
+        self.num_accepted: Counter[int] = Counter()  # drafts, by how many of a row's were right
 
     def run(self) -> None:
         flights: list[tuple[StepPlan, list[Run], Future[StepTokens]]] = []
@@ -162,21 +166,29 @@ class RandomDriver:
         plan = StepPlan(step_id)
         self._admit()
         budget = self._random.randint(1, self._limits.max_num_batched_tokens)
-        ready = [run for run in self._running if run.launched_outputs < run.num_outputs]
+        ready = [run for run in self._running if run.launched_outputs < run.num_outputs and not run.is_verifying]
         decodes = [run for run in ready if self._is_decode(run)]
         chunks = [run for run in ready if not self._is_decode(run)]
         self._random.shuffle(decodes)
         self._random.shuffle(chunks)
+        drafts_of = {id(run): drafts for run in decodes if (drafts := self._guess(run))}
+        decodes.sort(key=lambda run: id(run) in drafts_of)
         members = []
         for run in decodes + chunks:
             total = len(run.prompt) + run.launched_outputs
-            count = 1 if run in decodes else self._random.randint(1, total - run.computed)
+            drafts = drafts_of.get(id(run), [])
+            count = 1 + len(drafts) if run in decodes else self._random.randint(1, total - run.computed)
+            if count > budget and drafts:
+                continue
             count = min(count, budget)
             if count == 0 or not self._grow(run, run.computed + count + 1, plan):
                 continue
             budget -= count
-            self._add(plan, run, count, total)
-            plan.num_decodes += run in decodes
+            if drafts:
+                self._verify(plan, run, drafts)
+            else:
+                self._add(plan, run, count, total)
+                plan.num_decodes += run in decodes
             members.append(run)
         self.num_mixed_steps += 0 < plan.num_decodes < len(plan.rows)
         return (plan, members) if members else None
@@ -197,6 +209,25 @@ class RandomDriver:
         is_sampled = run.computed == total
         plan.is_sampled.append(is_sampled)
         run.launched_outputs += is_sampled
+
+    def _guess(self, run: Run) -> list[int]:
+        """Return what may follow the token in flight, up to the last output but one, right or wrong at random."""
+        first = run.launched_outputs
+        if not run.expected or self._random.random() < 0.4:
+            return []
+        drafts = run.expected[first : min(run.num_outputs - 1, first + self._random.randint(1, 6))]
+        if drafts and self._random.random() < 0.5:
+            place = self._random.randrange(len(drafts))
+            drafts[place] = (drafts[place] + 1) % self._limits.vocab_size
+        return drafts
+
+    def _verify(self, plan: StepPlan, run: Run, drafts: list[int]) -> None:
+        plan.rows.append(run.row)
+        plan.num_computed.append(run.computed)
+        plan.num_scheduled.append(1 + len(drafts))
+        plan.is_sampled.append(True)
+        plan.drafts.append(drafts)
+        run.is_verifying = True
 
     def _admit(self) -> None:
         while self._waiting and self._free_rows and self._random.random() < 0.7:
@@ -220,11 +251,28 @@ class RandomDriver:
         tokens = future.result(timeout=60)
         assert tokens.step_id == plan.step_id
         sampled = [run for run, is_sampled in zip(members, plan.is_sampled, strict=True) if is_sampled]
-        for run, token_id in zip(sampled, tokens.token_ids, strict=True):
-            run.known.append(token_id)
+        drafts_of = {id(run): drafts for run, drafts in zip(members[plan.num_decodes :], plan.drafts, strict=False)}
+        token_ids = iter(tokens.token_ids)
+        for run in sampled:
+            run.known.append(next(token_ids))
+            if run.is_verifying and id(run) in drafts_of:
+                self._accept(run, drafts_of[id(run)], [next(token_ids) for _ in drafts_of[id(run)]])
             if len(run.outputs) == run.num_outputs:
                 self._running.remove(run)
                 self._release(run)
+
+    def _accept(self, run: Run, drafts: list[int], following: list[int]) -> None:
+        """Take what was sampled after each draft that is right; the first sample is taken already."""
+        num_accepted = 0
+        for draft, token_id in zip(drafts, following, strict=True):
+            if run.known[-1] != draft:
+                break
+            run.known.append(token_id)
+            num_accepted += 1
+        self.num_accepted[num_accepted] += 1
+        run.is_verifying = False
+        run.computed = len(run.known) - 1
+        run.launched_outputs = len(run.outputs)
 
     def _preempt(self, run: Run) -> None:
         self.num_preemptions += 1

@@ -5,15 +5,18 @@ pool and compares what it reads, so an unwritten, freed or foreign page is notic
 only when ``complete`` is called, as late as a real device might.
 """
 
-from collections import deque
+import random
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from aserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from aserve.scheduler.delta import SequenceDelta
+from aserve.scheduler.drafter import Drafter
 from aserve.scheduler.limits import Limits
 from aserve.scheduler.plan import RowStart, StepPlan, StepTokens
 from aserve.scheduler.scheduler import Scheduler
+from aserve.scheduler.sequence import Sequence
 
 MASK = 2**61 - 1
 POISON = -1
@@ -125,8 +128,14 @@ class DeviceDouble:
         assert min(plan.num_scheduled) >= 1
         assert all(plan.is_sampled[: plan.num_decodes])
         assert all(scheduled == 1 for scheduled in plan.num_scheduled[: plan.num_decodes])
+        verifying = slice(plan.num_decodes, plan.num_decodes + len(plan.drafts))
+        assert plan.num_scheduled[verifying] == [1 + len(drafts) for drafts in plan.drafts]
+        assert all(plan.is_sampled[verifying])
+        assert all(plan.drafts), "a row without drafts among those that verify some"
         assert num_rows <= self.limits.max_num_seqs
         assert plan.num_tokens <= self.limits.max_num_batched_tokens
+        assert self.limits.max_num_drafts is None or sum(map(len, plan.drafts)) <= self.limits.max_num_drafts
+        assert self.limits.max_num_chunks is None or num_rows - plan.num_decodes <= self.limits.max_num_chunks
         cells = [(row, index) for row, index, _ in plan.page_updates]
         assert len(set(cells)) == len(cells), "a cell of the page table is written twice"
         assert all(0 <= page < self.limits.num_pages for _, _, page in plan.page_updates), "the dummy page"
@@ -141,14 +150,27 @@ class DeviceDouble:
             self.token_pool[start.row] = start.token_ids + [-1] * (self.limits.max_model_len + 1 - len(start.token_ids))
         for row, index, page in plan.page_updates:
             self.page_table[row][index] = page
+        for row, computed, drafts in zip(
+            plan.rows[plan.num_decodes :], plan.num_computed[plan.num_decodes :], plan.drafts, strict=False
+        ):
+            self._write(row, computed + 1, drafts)
         tokens = StepTokens(plan.step_id, [], logprobs=[], prompt_logprobs={})
-        rows = zip(plan.rows, plan.num_computed, plan.num_scheduled, plan.is_sampled, strict=True)
-        for place, (row, computed, scheduled, is_sampled) in enumerate(rows):
-            self._compute(tokens, place, row, computed, scheduled, is_sampled)
+        rows = list(zip(plan.rows, plan.num_computed, plan.num_scheduled, plan.is_sampled, strict=True))
+        for place, (row, computed, scheduled, _) in enumerate(rows):
+            self._compute(tokens, place, row, computed, computed + scheduled)
         # All rows are read after all have written, so a page with two owners in one step shows.
-        for row, computed, scheduled in zip(plan.rows, plan.num_computed, plan.num_scheduled, strict=True):
+        for row, computed, scheduled, _ in rows:
             self._verify(row, computed + scheduled)
+        drafts_of = dict(enumerate(plan.drafts, plan.num_decodes))
+        for place, (row, computed, scheduled, is_sampled) in enumerate(rows):
+            if is_sampled:
+                self._sample(tokens, row, computed + scheduled, drafts_of.get(place, []))
         return tokens
+
+    def _write(self, row: int, first: int, token_ids: list[int]) -> None:
+        """Put tokens into the pool; what was computed of the tokens there before is void."""
+        self.token_pool[row][first : first + len(token_ids)] = token_ids
+        del self.histories[row][first:]
 
     def _histories_of(self, row: int, length: int) -> list[int]:
         """Return what the slots of the first ``length`` tokens of ``row`` must hold, from the token pool alone."""
@@ -166,12 +188,9 @@ class DeviceDouble:
             end = min(start + size, length)
             assert self.slots[slot : slot + end - start] == histories[start:end], f"row {row} reads a wrong page"
 
-    def _compute(
-        self, tokens: StepTokens, place: int, row: int, computed: int, scheduled: int, is_sampled: bool
-    ) -> None:
+    def _compute(self, tokens: StepTokens, place: int, row: int, computed: int, end: int) -> None:
         start, pool, size = self.starts[row], self.token_pool[row], self.limits.page_size
         scores = []
-        end = computed + scheduled
         histories = self._histories_of(row, end)
         for position in range(computed, end):
             self.slots[self.page_table[row][position // size] * size + position % size] = histories[position]
@@ -179,18 +198,50 @@ class DeviceDouble:
                 scores.append(score(histories[position], pool[position + 1]))
         if start.params.prompt_logprobs is not None and computed < start.prompt_len:
             tokens.prompt_logprobs[place] = scores
-        history = histories[end - 1]
-        if not is_sampled:
-            return
-        sampled = len(tokens.token_ids)
-        if fails(history, start.params):
-            tokens.errors[sampled] = "sampling failed"
-            token_id = -1
-            pool[end] = 0
-        else:
-            pool[end] = token_id = pick_token(history, start.seed, end, self.limits.vocab_size)
-        tokens.token_ids.append(token_id)
-        tokens.logprobs.append(score(history, token_id) if start.params.logprobs is not None else None)
+
+    def _sample(self, tokens: StepTokens, row: int, end: int, drafts: list[int]) -> None:
+        """Sample after each draft and after the token before them; write what counts.
+
+        What stands after a wrong draft is void, where a real device leaves something.
+        """
+        start, sampled = self.starts[row], []
+        for position in range(end - len(drafts), end + 1):
+            history = self.histories[row][position - 1]
+            token_id = pick_token(history, start.seed, position, self.limits.vocab_size)
+            if fails(history, start.params):
+                tokens.errors[len(tokens.token_ids)] = "sampling failed"
+                token_id = -1
+            sampled.append(max(token_id, 0))
+            tokens.token_ids.append(token_id)
+            tokens.logprobs.append(score(history, token_id) if start.params.logprobs is not None else None)
+        num_valid = next((i for i, draft in enumerate(drafts) if draft != sampled[i]), len(drafts)) + 1
+        self._write(row, end - len(drafts), sampled[:num_valid] + [-1] * (len(sampled) - num_valid))
+
+
+class GuessingDrafter(Drafter):
+    """Knows how each request goes on, and guesses right and wrong at random."""
+
+    def __init__(self, rng: random.Random, limits: Limits, eos_token_ids: frozenset[int], rate: float = 0.5) -> None:
+        self.rng, self.limits, self.eos_token_ids, self.rate = rng, limits, eos_token_ids, rate
+        self.known: dict[str, list[int]] = {}
+        self.lens: Counter[int] = Counter()  # of drafts that were accepted
+
+    def propose(self, batch: list[Sequence]) -> list[list[int]]:
+        return [self._guess(seq) if self.rng.random() < self.rate else [] for seq in batch]
+
+    def learn(self, seq: Sequence, num_accepted: int) -> None:
+        self.lens[num_accepted] += 1
+
+    def _guess(self, seq: Sequence) -> list[int]:
+        if seq.request_id not in self.known:
+            reference = run_alone(seq.request, self.limits, self.eos_token_ids)
+            self.known[seq.request_id] = [*seq.request.prompt_token_ids, *reference.token_ids]
+        first, count = seq.num_computed + 1, self.rng.randint(1, 6)
+        drafts = self.known[seq.request_id][first : first + count]
+        drafts += [self.rng.randrange(self.limits.vocab_size) for _ in range(count - len(drafts))]
+        if self.rng.random() < 0.5:
+            drafts[self.rng.randrange(count)] = self.rng.randrange(self.limits.vocab_size)
+        return drafts
 
 
 @dataclass

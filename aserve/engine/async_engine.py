@@ -1,7 +1,6 @@
 """The facade: one object that loads a model and answers requests on the event loop it was started in."""
 
 import asyncio
-import dataclasses
 import logging
 import time
 import uuid
@@ -22,7 +21,7 @@ from aserve.engine.sink import Sink
 from aserve.engine.stall_watch import StallWatch
 from aserve.engine.stats import EngineStats
 from aserve.engine.step_loop import StepLoop
-from aserve.engine.trace import TraceRing, default_trace_path, make_scheduler
+from aserve.engine.trace import TraceRing, default_trace_path, make_scheduler, scheduler_settings
 from aserve.errors import AserveError, CapacityError, EngineDeadError
 from aserve.metrics import Metrics
 from aserve.request import FinishReason, Request, RequestOutput, SamplingParams
@@ -136,14 +135,7 @@ class AsyncEngine:
             raise EngineDeadError("the engine was stopped while it was loading")
         self._tuning.apply()
         limits = parts.runner.limits
-        settings = {
-            "limits": dataclasses.asdict(limits),
-            "eos_token_ids": sorted(parts.tokenizer.eos_token_ids),
-            "prefix_cache": self.config.prefix_cache,
-            "policy": self.config.policy,
-            "max_queued_requests": self.config.max_queued_requests,
-            "lease_fraction": self.config.kv_lease_fraction,
-        }
+        settings = scheduler_settings(self.config, limits, parts.tokenizer.eos_token_ids)
         scheduler = make_scheduler(settings)
         trace = TraceRing(scheduler, settings, self.config.trace_steps)
         self._parts = parts

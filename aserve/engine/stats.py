@@ -36,6 +36,8 @@ class EngineStats:
             "prefix_cache_hits_total": pages.num_prefix_tokens_hit,
             "prefix_cache_hit_ratio": pages.num_prefix_tokens_hit / max(1, pages.num_prefix_tokens_queried),
             "num_preemptions_total": pages.num_preemptions,
+            "spec_decode_num_draft_tokens_total": pages.num_draft_tokens,
+            "spec_decode_num_accepted_tokens_total": pages.num_accepted_tokens,
             "late_compilations_total": self.num_late_compilations,
             "idle_launches_total": self.num_idle_launches,
         }

@@ -20,15 +20,17 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from aserve.config import cache_folder
+from aserve.config import EngineConfig, cache_folder
 from aserve.engine import snapshot
 from aserve.request import FinishReason, Request
 from aserve.scheduler.limits import Limits
+from aserve.scheduler.ngram_drafter import NgramDrafter, NgramSettings
 from aserve.scheduler.plan import StepPlan, StepTokens
 from aserve.scheduler.scheduler import Scheduler
 
@@ -51,6 +53,8 @@ def plan_facts(plan: StepPlan | None) -> dict[str, Any] | None:
     if plan is None:
         return None
     facts = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    if not plan.drafts:
+        del facts["drafts"]  # as before there were any
     facts["row_starts"] = [
         (start.row, start.request_id, start.prompt_len, len(start.token_ids), start.seed) for start in plan.row_starts
     ]
@@ -144,12 +148,28 @@ class TraceRing:
         self._append(head)
 
 
+def scheduler_settings(config: EngineConfig, limits: Limits, eos_token_ids: Set[int]) -> dict[str, Any]:
+    """Return what ``make_scheduler`` takes, as plain data."""
+    ngram = {"num_tokens": config.num_speculative_tokens, "min_len": config.ngram_min, "max_len": config.ngram_max}
+    return {
+        "limits": dataclasses.asdict(limits),
+        "eos_token_ids": sorted(eos_token_ids),
+        "prefix_cache": config.prefix_cache,
+        "policy": config.policy,
+        "max_queued_requests": config.max_queued_requests,
+        "lease_fraction": config.kv_lease_fraction,
+        "ngram": None if config.speculation == "none" else ngram,
+    }
+
+
 def make_scheduler(settings: dict[str, Any]) -> Scheduler:
     """Build a scheduler from recorded settings; requests must come with a seed."""
     arguments = dict(settings)
     limits = Limits(**arguments.pop("limits"))
     eos_token_ids = frozenset[int](arguments.pop("eos_token_ids"))
-    return Scheduler(limits, eos_token_ids=eos_token_ids, fresh_seed=refuse_seed, **arguments)
+    ngram = arguments.pop("ngram", None)
+    drafter = None if ngram is None else NgramDrafter(NgramSettings(**ngram))
+    return Scheduler(limits, eos_token_ids=eos_token_ids, fresh_seed=refuse_seed, drafter=drafter, **arguments)
 
 
 def refuse_seed() -> int:

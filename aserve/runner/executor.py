@@ -18,6 +18,7 @@ from aserve.runner.inputs import InputBuffers, StepInputs
 from aserve.runner.prompt_scores import ChunkScores, PromptScores
 from aserve.runner.tables import DeviceTables
 from aserve.runner.transfer import Transfer
+from aserve.runner.verification import as_decodes
 from aserve.sampling.sampler import SampledTokens, Sampler
 from aserve.scheduler.plan import StepPlan, StepTokens
 from aserve.structured.compile import GrammarCompiler
@@ -57,11 +58,12 @@ class StepExecutor:
             max_model_len=parts.max_model_len,
             page_size=parts.page_size,
             num_pages=parts.num_pages,
+            max_num_tokens=parts.max_num_tokens,
             device=parts.device,
             upload=self._transfer.upload,
             shard=parts.shard,
         )
-        self._buffers = InputBuffers(parts.max_num_seqs, parts.max_num_tokens)
+        self._buffers = InputBuffers(parts.max_num_tokens, parts.max_num_tokens)  # no row without a token
         self._sampler = Sampler(
             parts.max_num_seqs + 1,
             vocab_size,
@@ -88,8 +90,9 @@ class StepExecutor:
             self._prompt_scores.start_row(start)
 
     def _run(self, plan: StepPlan) -> StepTokens:
-        inputs = self._buffers.fill(plan)
-        hidden = self._forward(plan, inputs)
+        step = as_decodes(plan)
+        inputs = self._buffers.fill(step)
+        hidden = self._forward(step, inputs)
         scores = self._prompt_scores.score(plan, hidden)
         sampled = self._sample(inputs, hidden) if inputs.sampled_seqs.size else None
         return self._read_back(plan.step_id, sampled, scores)

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 MAX_NUM_SEQS = {"cpu": 32, "cuda": 320}
 CPU_KV_MEMORY_GIB = 1.0
 KV_DTYPES = {"fp8": torch.float8_e4m3fn}  # "auto": that of the model
+MAX_GPU_DRAFTS = 256  # of one step, each of which has a row of logits
 
 
 def log_choice(name: str, value: Any, reason: str) -> None:
@@ -68,6 +69,15 @@ def resolve_max_num_seqs(setting: int | None, device: torch.device) -> int:
     """Return the number of rows of the page table."""
     value = setting if setting is not None else MAX_NUM_SEQS[device.type]
     log_choice("max_num_seqs", value, "as set" if setting is not None else f"default on {device.type}")
+    return value
+
+
+def resolve_max_num_drafts(config: EngineConfig, max_num_seqs: int) -> int:
+    """Return how many drafts a step on a GPU has room for, beside one sample of each sequence."""
+    if config.speculation == "none":
+        return 0
+    value = min(max_num_seqs * config.num_speculative_tokens, MAX_GPU_DRAFTS)
+    log_choice("max_num_drafts", value, f"{config.num_speculative_tokens} a sequence, {MAX_GPU_DRAFTS} at most")
     return value
 
 

@@ -102,9 +102,11 @@ class ScriptedRunner(ModelRunner):
             pages = self.page_table[row]
             pages.extend([-1] * (place + 1 - len(pages)))
             pages[place] = page
+        drafts_of = dict(enumerate(plan.drafts, plan.num_decodes))
         tokens = StepTokens(plan.step_id, [], step_time_s=self._step_time_s or 0.0)
         for place, row in enumerate(plan.rows):
-            end = plan.num_computed[place] + plan.num_scheduled[place]
+            drafts = drafts_of.get(place, [])
+            end = plan.num_computed[place] + plan.num_scheduled[place] - len(drafts)  # what follows is sampled first
             history = self.token_pool[row]
             if end > len(history):
                 raise RuntimeError(f"row {row} computes token {end - 1}, but only {len(history)} are known")
@@ -116,7 +118,7 @@ class ScriptedRunner(ModelRunner):
             if plan.is_sampled[place]:
                 if end < len(history):
                     raise RuntimeError(f"row {row} samples token {end}, but knows {len(history)} already")
-                self._sample(tokens, row, started)
+                self._verify(tokens, started, drafts)
         return tokens
 
     def warm_up(self) -> None:
@@ -143,9 +145,20 @@ class ScriptedRunner(ModelRunner):
                 time.sleep(delay)
             self.complete_next()
 
-    def _sample(self, tokens: StepTokens, row: int, start: RowStart) -> None:
-        """Append the next token of ``row`` to its history and to ``tokens``."""
-        history = self.token_pool[row]
+    def _verify(self, tokens: StepTokens, start: RowStart, drafts: list[int]) -> None:
+        """Sample after what the row knows and after each of its drafts; it then knows what counts."""
+        history = self.token_pool[start.row]
+        end = len(history)
+        sampled = [self._sample(tokens, start)]
+        for draft in drafts:
+            history.append(draft)
+            sampled.append(self._sample(tokens, start))
+        num_accepted = next((place for place, draft in enumerate(drafts) if draft != sampled[place]), len(drafts))
+        history[end:] = sampled[: num_accepted + 1]
+
+    def _sample(self, tokens: StepTokens, start: RowStart) -> int:
+        """Append what follows the row's history to ``tokens``, and return it."""
+        history = self.token_pool[start.row]
         position = len(history)
         wants_logprobs = start.params.logprobs is not None
         logprobs: TokenLogprobs | None = None
@@ -162,12 +175,12 @@ class ScriptedRunner(ModelRunner):
         except RowFailure as failure:
             tokens.errors[len(tokens.token_ids)] = str(failure)
             token_id = -1
-        history.append(token_id)
         if logprobs is not None and tokens.logprobs is None:
             tokens.logprobs = [None] * len(tokens.token_ids)
         tokens.token_ids.append(token_id)
         if tokens.logprobs is not None:
             tokens.logprobs.append(logprobs)
+        return token_id
 
     def _report_prompt(self, tokens: StepTokens, place: int, followers: Sequence[int], start: RowStart) -> None:
         """Report the prompt tokens ``followers``, each predicted by the scheduled token before it."""

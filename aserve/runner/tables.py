@@ -10,6 +10,7 @@ from torch import Tensor
 from aserve.attention.base import AttentionBatch
 from aserve.distributed.context_shard import ALONE, ContextShard
 from aserve.runner.inputs import StepInputs
+from aserve.runner.verification import draft_cells
 from aserve.sampling.sampler import Upload
 from aserve.scheduler.plan import StepPlan
 
@@ -38,6 +39,7 @@ class DeviceTables:
         max_model_len: int,
         page_size: int,
         num_pages: int,
+        max_num_tokens: int,
         device: torch.device,
         upload: Upload,
         shard: ContextShard = ALONE,
@@ -49,15 +51,18 @@ class DeviceTables:
         num_rows, width = max_num_seqs + 1, -(-max_model_len // page_size)
         self.page_table = torch.full((num_rows, width), num_pages, dtype=torch.int32, device=device)
         self.token_pool = torch.zeros((num_rows, max_model_len + 1), dtype=torch.int32, device=device)
-        self._prefix_sums_of_decodes = torch.arange(num_rows, dtype=torch.int32, device=device)
+        self._prefix_sums_of_decodes = torch.arange(max_num_tokens + 1, dtype=torch.int32, device=device)
 
     def update(self, plan: StepPlan) -> None:
-        """Write the tokens of rows that start and the pages that rows were given."""
+        """Write the tokens of rows that start, the pages that rows were given and the drafts that they verify."""
         for start in plan.row_starts:
             self.token_pool[start.row, : len(start.token_ids)] = self._upload(np.array(start.token_ids, np.int32))
         if plan.page_updates:
             rows, indices, pages = self._upload(np.array(plan.page_updates, np.int64).T)
             self.page_table[rows, indices] = pages.int()
+        if plan.drafts:
+            rows, positions, token_ids = self._upload(draft_cells(plan))
+            self.token_pool[rows, positions] = token_ids.int()
 
     def gather(self, inputs: StepInputs, plan: StepPlan) -> GatheredStep:
         """Return what the model and the attention backends read of the step."""

@@ -153,7 +153,7 @@ class Sampler:
         np.take(self._params.draw_temperatures, rows, out=out_temperatures, mode="clip")  # "raise" would buffer
 
     def sample(self, logits: Tensor, rows: IntArray, positions: IntArray) -> SampledTokens:
-        """Choose one token for each of the N distinct ``rows``.
+        """Choose one token for each of the N ``rows``; one that verifies drafts may stand among them several times.
 
         ``logits`` [N, V] float32 are overwritten; ``positions`` [N] are those of the new tokens.
         """

@@ -22,3 +22,16 @@ class SequenceDelta:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+
+
+def join_deltas(deltas: list[SequenceDelta]) -> list[SequenceDelta]:
+    """Return one delta in place of those which a step brought for one sequence; an error stays a delta of its own."""
+    joined, *others = deltas
+    for delta in others:
+        if delta.error is not None:
+            return [joined, delta]
+        joined.token_ids += delta.token_ids
+        if joined.logprobs is not None and delta.logprobs is not None:
+            joined.logprobs += delta.logprobs
+        joined.finish_reason, joined.stop_token_id = delta.finish_reason, delta.stop_token_id
+    return [joined]

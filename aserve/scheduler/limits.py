@@ -14,6 +14,7 @@ class Limits:
     num_pages: int  # pages that may be handed out; the dummy page is not among them
     page_size: int  # tokens per page
     max_num_chunks: int | None = None  # prefill chunks of one step; None = as many as there are rows
+    max_num_drafts: int | None = None  # draft tokens of one step; None = as many as the budget allows
     context_cost: float = 0.0  # cost of attending to one earlier token, in units of one token's linear layers
 
     def __str__(self) -> str:

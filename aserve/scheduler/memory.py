@@ -73,6 +73,15 @@ class SequenceMemory:
         self._note_capacity(seq)
         return True
 
+    def reserve(self, seq: Sequence, num_tokens: int, num_spare_pages: int) -> int:
+        """Return for how many of ``num_tokens`` tokens ``seq`` has pages, after giving it those that it lacks.
+
+        It gets none that takes a lease, or leaves fewer than ``num_spare_pages`` for the others.
+        """
+        while len(seq.pages) * self._page_size < num_tokens and self.cache.num_available > num_spare_pages:
+            self.extend(seq)
+        return min(num_tokens, len(seq.pages) * self._page_size)
+
     def publish(self, seq: Sequence, max_tokens: int | None = None) -> None:
         """Put the full pages of ``seq`` whose tokens are known and computed by a committed step into the prefix tree.
 

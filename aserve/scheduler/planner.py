@@ -5,6 +5,7 @@ Owns the order of the sequences that wait, that are within their prompt and that
 
 from dataclasses import dataclass
 
+from aserve.scheduler.draft_planner import DraftPlanner
 from aserve.scheduler.limits import Limits
 from aserve.scheduler.memory import SequenceMemory
 from aserve.scheduler.plan import RowStart, StepPlan
@@ -30,11 +31,12 @@ class StepPlanner:
     take turns and leave a share of the step to prompts.
     """
 
-    def __init__(self, limits: Limits, memory: SequenceMemory) -> None:
+    def __init__(self, limits: Limits, memory: SequenceMemory, drafts: DraftPlanner | None = None) -> None:
         self.num_running = 0
         self.num_preemptions = 0
         self._limits = limits
         self._memory = memory
+        self._drafts = drafts
         self._budget = TokenBudget(limits.context_cost)
         self._waiting = WaitingQueue()
         self._prefills: list[Sequence] = []  # by rank
@@ -61,6 +63,11 @@ class StepPlanner:
         elif seq.status is Status.DECODING:
             self._decodes.remove(seq)
         self.num_running -= 1
+
+    def resume(self, seq: Sequence) -> None:
+        """Plan ``seq`` again, now that its drafts are verified."""
+        seq.status = Status.DECODING
+        self._decodes.append(seq)
 
     def plan(self, step_id: int, *, is_idle: bool) -> Flight | None:
         """Return the next step, or None if there is nothing to compute now.
@@ -113,14 +120,20 @@ class StepPlanner:
         self.num_preemptions += 1
 
     def _plan_decodes(self, flight: Flight, budget: float) -> float:
-        """Add one token of each decode, as many as ``budget`` allows, and return their cost."""
+        """Add one token of each decode, as many as ``budget`` allows, then drafts, and return their cost."""
         batch = self._decodes.copy()
         contexts = [seq.num_computed for seq in batch]
         num_decodes = self._budget.count_decodes(contexts, budget)
         if num_decodes < len(batch):
             self._decodes = batch[num_decodes:] + batch[:num_decodes]
             del batch[num_decodes:], contexts[num_decodes:]
-        plan = flight.plan
+        cost = self._budget.decodes_cost(contexts, num_decodes)
+        chosen = self._drafts.choose(batch, budget - cost, self._num_spare_pages()) if self._drafts is not None else []
+        if chosen:
+            verifying = {seq for seq, _ in chosen}
+            batch = [seq for seq in batch if seq not in verifying]
+            contexts = [seq.num_computed for seq in batch]
+        plan, num_decodes = flight.plan, len(batch)
         flight.sequences = batch
         plan.num_decodes = num_decodes
         plan.rows = [seq.row for seq in batch]
@@ -128,7 +141,7 @@ class StepPlanner:
         plan.num_scheduled = [1] * num_decodes
         plan.is_sampled = [True] * num_decodes
         self._advance_decodes(batch, plan.step_id)
-        return self._budget.decodes_cost(contexts, num_decodes)
+        return cost + self._plan_drafts(flight, chosen)
 
     def _advance_decodes(self, batch: list[Sequence], step_id: int) -> None:
         is_any_last = False
@@ -141,6 +154,24 @@ class StepPlanner:
         if is_any_last:
             self._decodes = [seq for seq in self._decodes if seq.status is Status.DECODING]
 
+    def _plan_drafts(self, flight: Flight, chosen: list[tuple[Sequence, list[int]]]) -> float:
+        """Add the rows that verify drafts, and return what these cost."""
+        cost, plan = 0.0, flight.plan
+        for seq, drafts in chosen:
+            flight.sequences.append(seq)
+            plan.rows.append(seq.row)
+            plan.num_computed.append(seq.num_computed)
+            plan.num_scheduled.append(1 + len(drafts))
+            plan.is_sampled.append(True)
+            plan.drafts.append(drafts)
+            cost += self._budget.cost(len(drafts), seq.num_computed + 1)
+            seq.num_computed += 1 + len(drafts)
+            seq.last_step = plan.step_id
+            seq.status = Status.VERIFYING
+        if chosen:
+            self._decodes = [seq for seq in self._decodes if seq.status is Status.DECODING]
+        return cost
+
     def _plan_prefills(self, flight: Flight, remaining: float) -> None:
         """Fill what remains of the budget: started prompts by rank, then the head of the queue while it starts."""
         for seq in self._prefills.copy():
@@ -148,12 +179,12 @@ class StepPlanner:
                 return
             chunk = self._budget.largest_chunk(remaining, seq.num_computed)
             if chunk == 0 and flight.sequences:
-                self._prompts_starved = flight.plan.is_decode
+                self._prompts_starved = flight.plan.num_chunks == 0
                 return
             remaining -= self._plan_chunk(flight, seq, chunk)
         while self._waiting and not self._is_head_blocked() and self._has_chunk_left(flight.plan):
             if remaining < 1.0:
-                self._prompts_starved = flight.plan.is_decode
+                self._prompts_starved = flight.plan.num_chunks == 0
                 return
             seq = self._waiting.first
             if not self._start(seq):

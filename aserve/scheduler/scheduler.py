@@ -6,13 +6,15 @@ the host waits on the device.
 
 import secrets
 from collections import deque
-from collections.abc import Callable
-from itertools import compress
+from collections.abc import Callable, Iterable
+from itertools import compress, count
 
 from aserve.errors import CapacityError, ClientError
 from aserve.request import FinishReason, Request
 from aserve.scheduler.admission import check_request, check_tokens, longest_len
-from aserve.scheduler.delta import SequenceDelta
+from aserve.scheduler.delta import SequenceDelta, join_deltas
+from aserve.scheduler.draft_planner import DraftPlanner
+from aserve.scheduler.drafter import Drafter, can_verify
 from aserve.scheduler.limits import Limits
 from aserve.scheduler.memory import SequenceMemory
 from aserve.scheduler.plan import StepPlan, StepTokens
@@ -40,6 +42,7 @@ class Scheduler:
         policy: str = "fcfs",
         max_queued_requests: int = 1024,
         lease_fraction: float = 0.0,
+        drafter: Drafter | None = None,
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
         self.limits = limits
@@ -48,12 +51,16 @@ class Scheduler:
         self._max_queued_requests = max_queued_requests
         self._fresh_seed = fresh_seed
         self._memory = SequenceMemory(limits, prefix_cache=prefix_cache, lease_fraction=lease_fraction)
-        self._planner = StepPlanner(limits, self._memory)
+        self._drafter = drafter
+        drafts = None if drafter is None else DraftPlanner(drafter, limits, self._memory)
+        self._planner = StepPlanner(limits, self._memory, drafts)
         self._sequences: dict[str, Sequence] = {}  # all unfinished
         self._flights: deque[Flight] = deque()
         self._launched_step = 0
         self._committed_step = 0
         self._num_arrivals = 0
+        self._num_draft_tokens = 0
+        self._num_accepted_tokens = 0
 
     @property
     def num_waiting(self) -> int:
@@ -82,7 +89,9 @@ class Scheduler:
         num_held = (cache.num_pages - cache.num_free) * cache.page_size
         num_waiting = sum(len(seq.token_ids) for seq in self._sequences.values() if seq.status is Status.WAITING)
         num_logprobs = sum(len(seq.prompt_logprobs or ()) for seq in self._sequences.values())
-        return num_held + num_waiting + OBJECT_WEIGHT * (cache.tree.num_nodes + len(self._sequences) + num_logprobs)
+        num_objects = cache.tree.num_nodes + len(self._sequences) + num_logprobs
+        drafter_weight = 0 if self._drafter is None else self._drafter.weight
+        return num_held + num_waiting + drafter_weight + OBJECT_WEIGHT * num_objects
 
     def stats(self) -> SchedulerStats:
         """Return a snapshot of all counts."""
@@ -99,6 +108,8 @@ class Scheduler:
             num_preemptions=self._planner.num_preemptions,
             num_prefix_tokens_queried=self._memory.num_tokens_queried,
             num_prefix_tokens_hit=self._memory.num_tokens_hit,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
         )
 
     def add(self, request: Request, *, are_tokens_checked: bool = False) -> None:
@@ -153,8 +164,8 @@ class Scheduler:
         if not self._flights:
             raise ValueError("no plan is in flight")
         plan = self._flights[0].plan
-        if tokens.step_id != plan.step_id or len(tokens.token_ids) != sum(plan.is_sampled):
-            raise ValueError(f"step {plan.step_id} must be committed next, with one token for each sampled row")
+        if tokens.step_id != plan.step_id or len(tokens.token_ids) != plan.num_sampled:
+            raise ValueError(f"step {plan.step_id} must be committed next, with one token for each sample")
         flight = self._flights.popleft()
         self._committed_step = plan.step_id
         self._commit_chunks(flight, tokens)
@@ -170,7 +181,8 @@ class Scheduler:
         assert self.num_waiting + len(running) == len(self._sequences), "a waiting sequence is not in the queue"
         for seq in running:
             assert len(seq.token_ids) + seq.num_pending <= max(seq.max_len, seq.prompt_len + 1), "ran past its end"
-            assert seq.status is not Status.DRAINING or self._flights, "a sequence waits for a step that is not there"
+            is_awaited = seq.status in (Status.DRAINING, Status.VERIFYING)
+            assert self._flights or not is_awaited, "a sequence waits for a step that is not there"
         if not self.has_unfinished and not self._flights:
             cache = self._memory.cache
             num_held = cache.num_pages - cache.num_available
@@ -189,14 +201,16 @@ class Scheduler:
             token_ids=list(request.prompt_token_ids),
             prompt_len=len(request.prompt_token_ids),
             node=self._memory.cache.root,
+            can_verify=self._drafter is not None and can_verify(params),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
 
     def _commit_chunks(self, flight: Flight, tokens: StepTokens) -> None:
         """Collect prompt logprobs, and publish the prompts that are complete."""
         plan = flight.plan
-        sampled_place = plan.num_decodes - 1
-        for place in range(plan.num_decodes, len(plan.rows)):
+        first_chunk = len(plan.rows) - plan.num_chunks
+        sampled_place = plan.num_sampled - sum(plan.is_sampled[first_chunk:]) - 1
+        for place in range(first_chunk, len(plan.rows)):
             seq, is_complete = flight.sequences[place], plan.is_sampled[place]
             sampled_place += is_complete
             if seq.status is Status.FINISHED:
@@ -207,14 +221,28 @@ class Scheduler:
                 self._memory.publish(seq)
 
     def _commit_tokens(self, flight: Flight, tokens: StepTokens) -> list[SequenceDelta]:
-        """Append each sampled token to its sequence, unless that has ended since the launch."""
+        """Append what was sampled to each sequence, unless that has ended since the launch."""
+        plan, sequences = flight.plan, flight.sequences
         deltas: list[SequenceDelta] = []
-        logprobs, errors, ended = tokens.logprobs, tokens.errors, tokens.ended
-        sampled = compress(flight.sequences, flight.plan.is_sampled)
-        for place, (seq, token_id) in enumerate(zip(sampled, tokens.token_ids, strict=True)):
+        place = plan.num_decodes
+        self._commit_singles(sequences[:place], 0, tokens, deltas)
+        for seq, drafts in zip(sequences[place:], plan.drafts, strict=False):
+            self._commit_drafts(seq, drafts, place, tokens, deltas)
+            place += 1 + len(drafts)
+        first_chunk = len(sequences) - plan.num_chunks
+        chunks = compress(sequences[first_chunk:], plan.is_sampled[first_chunk:])
+        self._commit_singles(chunks, place, tokens, deltas)
+        return deltas
+
+    def _commit_singles(
+        self, sequences: Iterable[Sequence], first_place: int, tokens: StepTokens, deltas: list[SequenceDelta]
+    ) -> None:
+        """Append one token to each sequence; those of the first stand at ``first_place``."""
+        logprobs, errors, ended, sampled = tokens.logprobs, tokens.errors, tokens.ended, tokens.token_ids
+        for place, seq in enumerate(sequences, first_place):
             if seq.status is Status.FINISHED:
                 continue
-            token_ids = seq.token_ids
+            token_ids, token_id = seq.token_ids, sampled[place]
             token_ids.append(token_id)
             delta = SequenceDelta(seq.request.request_id, [token_id], seq.num_cached_tokens)
             deltas.append(delta)
@@ -225,7 +253,27 @@ class Scheduler:
             is_ended = place in ended
             if len(token_ids) >= seq.max_len or token_id in seq.stop_token_ids or is_ended or place in errors:
                 self._judge(seq, delta, errors.get(place), is_ended=is_ended)
-        return deltas
+
+    def _commit_drafts(
+        self, seq: Sequence, drafts: list[int], place: int, tokens: StepTokens, deltas: list[SequenceDelta]
+    ) -> None:
+        """Append what was sampled as far as the drafts before it are right; the keys of the others count no longer."""
+        if seq.status is Status.FINISHED:
+            return
+        sampled = tokens.token_ids[place : place + len(drafts)]
+        is_wrong = (draft != token_id for draft, token_id in zip(drafts, sampled, strict=True))
+        num_accepted = next(compress(count(), is_wrong), len(drafts))
+        seq.num_computed -= len(drafts) - num_accepted
+        self._num_draft_tokens += len(drafts)
+        self._num_accepted_tokens += num_accepted
+        own: list[SequenceDelta] = []
+        for step in range(num_accepted + 1):
+            self._commit_singles((seq,), place + step, tokens, own)
+        deltas += join_deltas(own)
+        if seq.status is Status.VERIFYING:
+            assert self._drafter is not None, "drafts without a drafter"
+            self._drafter.learn(seq, num_accepted)
+            self._planner.resume(seq)
 
     def _judge(self, seq: Sequence, delta: SequenceDelta, error: str | None, *, is_ended: bool) -> None:
         """Decide whether ``seq`` ends with the token that ``delta`` carries; ``is_ended``: by its grammar."""
@@ -253,5 +301,7 @@ class Scheduler:
         is_running = seq.status is not Status.WAITING
         seq.status = Status.FINISHED
         del self._sequences[seq.request_id]
+        if self._drafter is not None:
+            self._drafter.leave(seq)
         if is_running:
             self._memory.retire(seq, self._committed_step, keep=reason is not FinishReason.ERROR)

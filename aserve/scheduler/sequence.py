@@ -13,6 +13,7 @@ class Status(Enum):
     WAITING = auto()  # holds neither row nor pages; also after preemption
     PREFILLING = auto()  # has tokens whose sampling is not yet planned
     DECODING = auto()  # one more token whenever planned
+    VERIFYING = auto()  # drafts are in flight: how far it got is known when their step is committed
     DRAINING = auto()  # its last possible token is in flight
     FINISHED = auto()  # may still hold row and pages, until its last launched step is committed
 
@@ -23,7 +24,7 @@ class Sequence:
 
         token_ids   | prompt | committed outputs |            known on the host
         on device   | prompt | committed outputs | pending |  sampled, not yet committed
-        KV          |------- num_computed -----------|        counts launched steps as done
+        KV          |------- num_computed -----------|        counts launched steps as done, drafts as accepted
 
     ``pages[:num_shared_pages]`` belong to the prefix tree and are locked through ``node``; the rest is its own.
     """
@@ -36,6 +37,7 @@ class Sequence:
     token_ids: list[int]
     prompt_len: int
     node: RadixNode
+    can_verify: bool = False  # whether drafts may be made for it
     status: Status = Status.WAITING
     row: int = -1
     pages: list[int] = field(default_factory=list)
@@ -64,7 +66,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens sampled by launched steps and not yet known on the host."""
+        """Tokens sampled by launched steps and not yet known on the host; with drafts, as many as there can be."""
         if self.status in (Status.WAITING, Status.PREFILLING):
             return 0
         return self.num_computed + 1 - len(self.token_ids)

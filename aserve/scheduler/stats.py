@@ -18,3 +18,5 @@ class SchedulerStats:
     num_preemptions: int
     num_prefix_tokens_queried: int  # tokens of admitted sequences that were looked up in the prefix cache
     num_prefix_tokens_hit: int
+    num_draft_tokens: int  # verified
+    num_accepted_tokens: int  # of these, what the model chose, too

@@ -27,6 +27,7 @@ def make_tables() -> DeviceTables:
         max_model_len=64,
         page_size=PAGE_SIZE,
         num_pages=NUM_PAGES,
+        max_num_tokens=200,
         device=device,
         upload=Transfer(device).upload,
     )

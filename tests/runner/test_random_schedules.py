@@ -93,3 +93,27 @@ def test_sampled_tokens_do_not_depend_on_the_schedule(models: tuple[Any, Decoder
         results.append([run.outputs for run in runs])
     assert results[0] == results[1] == results[2]
     assert len({tuple(outputs) for outputs in results[0]}) == 12
+
+
+def test_tokens_with_drafts_are_those_without(models: tuple[Any, Decoder]) -> None:
+    """Greedy, sampled and filtered rows; the drafts are what the first run picked, with mistakes in them."""
+    _, decoder = models
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=1.2, top_k=20, min_p=0.01, logit_bias={5: 3.0}),
+        SamplingParams(top_p=0.8, logprobs=2, min_tokens=8),
+    ]
+    expected: list[list[int]] = [[]] * 12
+    for schedule in range(3):
+        runs = make_runs(7, 12)
+        for i, run in enumerate(runs):
+            run.params, run.seed, run.expected = params[i % len(params)], i, expected[i]
+        runner, _ = make_runner(decoder, max_num_tokens=50, num_pages=60)
+        driver = RandomDriver(runner, runs, schedule)
+        driver.run()
+        runner.close()
+        outputs = [run.outputs for run in runs]
+        assert outputs == (expected if schedule else outputs)
+        assert schedule == 0 or min(driver.num_accepted[count] for count in range(3)) > 0, driver.num_accepted
+        expected = outputs

@@ -1,10 +1,13 @@
-"""10,000 random schedules against each request run alone: aborts, tiny pools, overlap, preemption, shared prompts."""
+"""10,000 random schedules against each request run alone: aborts, tiny pools, overlap, preemption, shared prompts.
+
+Half of them verify drafts.
+"""
 
 import random
 from collections import Counter
 
 import pytest
-from doubles_scheduler import StepLoop
+from doubles_scheduler import GuessingDrafter, StepLoop
 
 from aserve.request import Request, SamplingParams
 from aserve.scheduler.limits import Limits
@@ -22,6 +25,8 @@ def make_limits(rng: random.Random) -> Limits:
         max_num_batched_tokens=rng.choice((1, 3, 8, 16, 64, 64)),
         num_pages=max(2, rng.choice((12, 24, 32, 64)) // page_size),
         page_size=page_size,
+        max_num_chunks=rng.choice((None, None, None, 2, 5)),
+        max_num_drafts=rng.choice((None, None, 4)),
         context_cost=rng.choice((0.0, 0.0, 0.0, 0.05, 0.3)),
     )
 
@@ -55,12 +60,14 @@ def run_schedule(seed: int) -> dict[str, int]:
     """Play one random schedule to its end; return what happened, so that the whole run can be shown to cover all."""
     rng = random.Random(seed)
     limits = make_limits(rng)
+    drafter = GuessingDrafter(rng, limits, EOS, rng.choice((0.2, 0.6, 1.0))) if rng.random() < 0.5 else None
     loop = StepLoop(
         limits,
         depth=rng.choice((0, 1, 1, 2)),
         eos_token_ids=EOS,
         prefix_cache=rng.random() < 0.7,
         policy=rng.choice(("fcfs", "priority")),
+        drafter=drafter,
     )
     num_requests = rng.choice((1, 4, 6, 8))
     arrival_rate, abort_rate = rng.choice((0.2, 1.0, 1.0)), rng.choice((0.0, 0.0, 0.05, 0.3))
@@ -84,6 +91,7 @@ def run_schedule(seed: int) -> dict[str, int]:
         "failed": ends["error"],
         "stopped": ends["stop"],
         "cut": ends["length"],
+        **{f"accepted {num}": drafter.lens[num] if drafter is not None else 0 for num in range(4)},
     }
 
 

@@ -20,7 +20,7 @@ from aserve.runner.cuda.streams import UploadSlots
 from aserve.runner.executor import DeviceParts
 from aserve.runner.kv_pool import GIB, KVLayout
 from aserve.runner.prompt_scores import MAX_LOGIT_ROWS, PromptScores
-from aserve.runner.resolve import log_choice
+from aserve.runner.resolve import log_choice, resolve_max_num_drafts
 from aserve.runner.transfer import Transfer
 from aserve.runner.warm_up import dummy_plan
 from aserve.sampling.gpu.token_picker import TokenPicker
@@ -45,9 +45,11 @@ class CudaAssembly:
         self._config = config
         self._parts = parts
         shape = parts.model.config
-        layout = ArrayLayout(parts.max_num_seqs)
+        self._max_num_drafts = resolve_max_num_drafts(config, parts.max_num_seqs)
+        layout = ArrayLayout(parts.max_num_seqs, self._max_num_drafts)
         sizes = StateSizes(
             max_num_seqs=parts.max_num_seqs,
+            max_num_drafts=self._max_num_drafts,
             max_model_len=parts.max_model_len,
             max_num_tokens=parts.max_num_tokens,
             hidden_size=shape.hidden_size,
@@ -57,7 +59,7 @@ class CudaAssembly:
         self._upload = Transfer(parts.device).upload
         self._compute = torch.cuda.Stream(parts.device, priority=-1)
         self._state = DeviceState(sizes, layout, parts.backend.problem.dtype, parts.device)
-        picker = TokenPicker(parts.max_num_seqs, shape.vocab_size, parts.device)
+        picker = TokenPicker(len(self._state.logits), shape.vocab_size, parts.device)
         self._sampler = Sampler(
             parts.max_num_seqs + 1, shape.vocab_size, eos_token_ids, parts.device, self._upload, picker, compiler
         )
@@ -66,7 +68,11 @@ class CudaAssembly:
         self._sampler.reserve()
         self._head = Head(parts.model, self._state, picker)
         self._sizes = GraphSizes.choose(
-            parts.backend, parts.max_num_seqs, parts.max_num_tokens, enabled=config.cuda_graphs
+            parts.backend,
+            parts.max_num_seqs,
+            parts.max_num_tokens,
+            max_num_drafts=self._max_num_drafts,
+            enabled=config.cuda_graphs,
         )
 
     @torch.inference_mode()
@@ -100,9 +106,9 @@ class CudaAssembly:
         spans = spans[: min(self._parts.max_num_seqs, MAX_CHUNKS)]
         plan = dummy_plan(self._parts.max_num_seqs, [(0, span) for span in spans])
         plan.num_decodes = 0
-        shape, max_num_seqs = exact_shape(plan), self._parts.max_num_seqs
-        body.run_eagerly(plan, shape, self._staging.send(plan, shape, max_num_seqs).lens)
-        self._head.score_and_sample(max_num_seqs)
+        shape, most_sampled = exact_shape(plan), len(self._state.logits)
+        body.run_eagerly(plan, shape, self._staging.send(plan, shape, most_sampled).lens)
+        self._head.score_and_sample(most_sampled)
         self._sampler.warm_up(self._state.logits)
 
     @torch.inference_mode()
@@ -128,6 +134,7 @@ class CudaAssembly:
             num_pages=parts.num_pages,
             page_size=parts.page_size,
             max_num_chunks=MAX_CHUNKS,
+            max_num_drafts=self._max_num_drafts,
         )
         return CudaRunner(
             limits,
@@ -168,9 +175,9 @@ def build_cuda_runner(
         ) from error
 
 
-def sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
+def sampling_bytes(max_num_sampled: int, vocab_size: int) -> int:
     """Return what a step allocates at most to sample any rows, or to score prompts, beside its own logits."""
-    num_rows = max(FULL_SAMPLING_COPIES * max_num_seqs, SCORING_COPIES * MAX_LOGIT_ROWS)
+    num_rows = max(FULL_SAMPLING_COPIES * max_num_sampled, SCORING_COPIES * MAX_LOGIT_ROWS)
     return num_rows * vocab_size * torch.float32.itemsize
 
 

@@ -59,7 +59,7 @@ class CudaRunner(ModelRunner):
         self._prompt_scores = prompt_scores
         self._upload = upload
         self._compute = compute
-        self._downloads = Downloads(limits.max_num_seqs, compute)
+        self._downloads = Downloads(len(state.token_ids), compute)
         self._newest = torch.cuda.Event()  # end of the newest step on the device
         self._num_idle_launches = 0
         self._compilations = CompileCounter()
@@ -122,7 +122,7 @@ class CudaRunner(ModelRunner):
         for start in plan.row_starts:
             self._sampler.start_row(start)
             self._prompt_scores.start_row(start)
-        num_sampled = sum(plan.is_sampled)
+        num_sampled = plan.num_sampled
         captured_body = self._graphs.body(plan)
         size, captured_head = self._graphs.head(num_sampled)
         shape = captured_body.shape if captured_body else exact_shape(plan)

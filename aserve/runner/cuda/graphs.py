@@ -16,7 +16,7 @@ from aserve.scheduler.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """What is captured, ascending: batches of decodes, token counts of mixed steps, numbers of sampled rows."""
+    """What is captured, ascending: batches of decodes, token counts of mixed steps, numbers of samples."""
 
     decodes: list[int]
     tokens: list[int]
@@ -25,14 +25,21 @@ class GraphSizes:
 
     @classmethod
     def choose(
-        cls, backend: AttentionBackend, max_num_seqs: int, max_num_tokens: int, *, enabled: bool
+        cls,
+        backend: AttentionBackend,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        *,
+        max_num_drafts: int = 0,
+        enabled: bool,
     ) -> "GraphSizes":
         """Return the sizes that ``backend`` can capture; none unless ``enabled``."""
+        heads = decode_sizes(min(max_num_seqs + max_num_drafts, max_num_tokens))
         decodes = decode_sizes(min(max_num_seqs, max_num_tokens))  # a decode is a token, and inputs have room for these
         return cls(
             decodes if enabled and backend.captures_decodes else [],
             token_sizes(max_num_tokens) if enabled and backend.captures_chunks else [],
-            decodes if enabled else [],
+            heads if enabled else [],
             max_num_seqs,
         )
 
@@ -68,7 +75,7 @@ class GraphSizes:
 
 
 class Graphs:
-    """Captured bodies by shape and heads by number of rows."""
+    """Captured bodies by shape and heads by number of samples."""
 
     def __init__(self, sizes: GraphSizes, pool: Any) -> None:
         """Take the memory pool's handle, which graphs that never run at the same time may share."""
@@ -95,6 +102,6 @@ class Graphs:
         return None if shape is None else self._bodies[shape]
 
     def head(self, num_sampled: int) -> tuple[int, CapturedHead | None]:
-        """Return the padded number of rows and the graphs for it."""
+        """Return the padded number of samples and the graphs for it."""
         size = fitting(self.sizes.heads, num_sampled)
         return (num_sampled, None) if size is None else (size, self._heads[size])

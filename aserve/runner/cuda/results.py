@@ -24,10 +24,10 @@ class Download:
 class Downloads:
     """Starts copies to the host on the compute stream, which is the current one."""
 
-    def __init__(self, max_num_seqs: int, compute: torch.cuda.Stream) -> None:
-        self._max_num_seqs = max_num_seqs
+    def __init__(self, max_num_sampled: int, compute: torch.cuda.Stream) -> None:
+        self._max_num_sampled = max_num_sampled
         self._compute = compute
-        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()  # pinned [max_num_seqs] int32, given back when read
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()  # pinned [max_num_sampled] int32 each
         for _ in range(NUM_SLOTS):  # pinning memory later would make a step wait for the device
             self._free.put(self._allocate())
 
@@ -72,7 +72,7 @@ class Downloads:
             return self._allocate()
 
     def _allocate(self) -> Tensor:
-        return torch.empty(self._max_num_seqs, dtype=torch.int32, pin_memory=True)
+        return torch.empty(self._max_num_sampled, dtype=torch.int32, pin_memory=True)
 
     def _record(self) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)  # the waiting thread sleeps instead of spinning

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aserve.attention.base import CaptureShape, StepLens
 from aserve.runner.cuda.sizes import MAX_CHUNKS
+from aserve.runner.verification import sampled_places
 from aserve.scheduler.plan import StepPlan
 
 WORD = 4  # bytes; buffers are int32
@@ -20,7 +21,7 @@ WORD = 4  # bytes; buffers are int32
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """One value for each array; ``S`` sequences (decodes, then chunks), ``N`` sampled rows, all at capacity."""
+    """One value for each array; ``S`` sequences (decodes, then chunks), ``N`` samples, all at capacity."""
 
     uniforms: Any  # [N] float64
     temperatures: Any  # [N] float32; 0 = greedy
@@ -37,9 +38,9 @@ class Fields:
 class ArrayLayout:
     """Where each array lies in a buffer of ``num_words`` int32."""
 
-    def __init__(self, max_num_seqs: int) -> None:
-        self.max_num_sampled = max_num_seqs
-        sampled, entries = max_num_seqs, max_num_seqs + MAX_CHUNKS + 1
+    def __init__(self, max_num_seqs: int, max_num_drafts: int = 0) -> None:
+        self.max_num_seqs = max_num_seqs
+        sampled, entries = max_num_seqs + max_num_drafts, max_num_seqs + MAX_CHUNKS + 1
         counts = (sampled, sampled, *[entries] * 5, *[sampled] * 3)
         self._places: list[tuple[int, int, Any, int]] = []  # first and last word, type, number of values
         place = 0
@@ -61,7 +62,7 @@ class ArrayLayout:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The sampled rows of a step, in plan order, without padding."""
+    """Row and position of each sample of a step, in plan order, without padding."""
 
     rows: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -79,7 +80,7 @@ class StepFiller:
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
 
     def fill(self, arrays: Fields, plan: StepPlan, shape: CaptureShape, num_sampled: int) -> tuple[StepLens, StepRows]:
-        """Write the sequences of ``plan``, padded to ``shape``, and which of them are sampled, padded to that number.
+        """Write the sequences of ``plan``, padded to ``shape``, and what of them is sampled, padded to that number.
 
         How they are sampled is left to the caller, but for the padding.
         """
@@ -90,7 +91,7 @@ class StepFiller:
         order = np.argsort(-key_lens[:num_decodes], kind="stable")
         tokens[order] = self._counting[:num_decodes]
         self._fill_decodes(arrays, rows[order], key_lens[order], shape.num_decodes)
-        places: Any = slice(0, num_decodes)
+        places, num_behind = slice(0, num_decodes), 0  # type: Any, Any
         num_tokens = num_decodes
         if num_seqs > num_decodes or shape.num_chunks:
             lens = np.array(plan.num_scheduled[num_decodes:], np.int32)
@@ -99,13 +100,13 @@ class StepFiller:
             tokens[num_decodes:] = ends - 1
             num_tokens = int(ends[-1]) if len(ends) else num_decodes
             self._fill_chunks(arrays, rows[num_decodes:], key_lens[num_decodes:], lens, ends, shape, num_decodes)
-            places = np.flatnonzero(plan.is_sampled)
+            places, num_behind = sampled_places(plan)
         arrays.cu_chunk_lens[0] = num_decodes
         end = shape.num_decodes + shape.num_chunks
         arrays.rows[end], arrays.query_starts[end] = self._dummy_row, num_tokens
         arrays.query_lens[end] = shape.num_tokens - num_tokens
-        sampled = StepRows(rows[places].astype(np.int64), key_lens[places].astype(np.int64))
-        self._fill_sampled(arrays, sampled, tokens[places], num_sampled)
+        sampled = StepRows(rows[places].astype(np.int64), key_lens[places].astype(np.int64) - num_behind)
+        self._fill_sampled(arrays, sampled, tokens[places] - num_behind, num_sampled)
         return StepLens(arrays.key_lens[:end], arrays.cu_chunk_lens[: shape.num_chunks + 1]), sampled
 
     def _fill_decodes(self, arrays: Fields, rows: NDArray[np.int32], key_lens: NDArray[np.int32], border: int) -> None:

@@ -1,0 +1,41 @@
+"""Where the tokens at the end of a sequence stood before in it: one dict, kept up to date token by token."""
+
+
+class NgramIndex:
+    """The latest end of each run of ``min_len`` to ``max_len`` tokens that another token follows.
+
+    Keys are hashes, so that a run costs one entry and no object; a hit is compared token by token.
+    """
+
+    __slots__ = ("_ends", "_lens", "num_indexed")
+
+    def __init__(self, min_len: int, max_len: int) -> None:
+        self.num_indexed = 0  # all runs that end among the first so many tokens are known
+        self._ends: dict[int, int] = {}
+        self._lens = tuple(range(max_len, min_len - 1, -1))  # the longest match is the best
+
+    @property
+    def num_entries(self) -> int:
+        """Runs that are known."""
+        return len(self._ends)
+
+    def extend(self, token_ids: list[int], max_tokens: int) -> int:
+        """Take in up to ``max_tokens`` more of the sequence's tokens, all but its last; return how many."""
+        start, ends = self.num_indexed, self._ends
+        self.num_indexed = min(len(token_ids) - 1, start + max_tokens)
+        for end in range(start + 1, self.num_indexed + 1):
+            for length in self._lens:
+                if length <= end:
+                    ends[hash(tuple(token_ids[end - length : end]))] = end
+        return self.num_indexed - start
+
+    def find(self, token_ids: list[int]) -> int | None:
+        """Return where the run that ends ``token_ids`` ended before, for the longest known one: what came there may
+        come next.
+        """
+        for length in self._lens:
+            run = token_ids[-length:]
+            end = self._ends.get(hash(tuple(run)))
+            if end is not None and token_ids[end - length : end] == run:
+                return end
+        return None
