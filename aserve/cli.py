@@ -5,6 +5,7 @@ Modules of subcommands are imported when they run, so that ``--help`` and errors
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -79,11 +80,29 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("file", help="trace file")
 
     check = add_command(
-        commands, "check", "commands.check", "print what this machine offers: devices, backends, versions"
+        commands,
+        "check",
+        "commands.check",
+        "print what this machine offers: devices, backends, versions; with a model, also what of it serves the model",
     )
+    add_settings(check, "engine", with_model=True)
     check.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    check.add_argument(
+        "--gpu", type=_gpu, metavar="X.Y[:NAME]",
+        help="say which cake variants a GPU of this compute capability runs, such as '9.0:NVIDIA H200'; "
+        "default: the one here",
+    )  # fmt: skip
     _add_log_level(check)
     return parser
+
+
+def _gpu(text: str) -> tuple[str, tuple[int, int]]:
+    """Read a compute capability and perhaps a name; return the name first."""
+    capability, _, name = text.partition(":")
+    if not re.fullmatch(r"\d+\.\d", capability):
+        raise argparse.ArgumentTypeError(f"must be like 9.0 or '9.0:NVIDIA H200', got {text!r}")
+    major, minor = capability.split(".")
+    return name, (int(major), int(minor))
 
 
 def _add_log_level(parser: argparse.ArgumentParser) -> None:

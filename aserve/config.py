@@ -53,6 +53,10 @@ class EngineConfig:
         "auto", "how linear layers store weights; auto: int8 for the demo model on a CPU, else none"
     )
     attention_backend: str = option("auto", "a backend, or 'prefill,decode' for a hybrid; see `aserve check`")
+    cake_variants: tuple[str, ...] = option(
+        (),
+        "variants of the backend cake that must be used, one for a phase, such as decode-16-d128; see `aserve check`",
+    )
     max_model_len: int | None = option(None, "tokens, prompt and output; default: the model's, cut to what fits")
     max_num_seqs: int | None = option(None, "sequences that run together; default: 32 on a CPU, 320 on a GPU")
     max_num_batched_tokens: int | None = option(

@@ -24,7 +24,8 @@ from aserve.kernels.cake.architectures import refuse_architecture
 from aserve.kernels.cake.attention_call import MAX_PAGE_SIZE, AttentionCall, KVPages, PagedBatch, ScoreRules
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.plain_decode import run_plain_decode
-from aserve.kernels.cake.split_decode import PartialResults, SplitLaunch, run_split_decode
+from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
+from aserve.kernels.cake.split_launch import SplitLaunch
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from aserve.attention import installed
 from aserve.attention.base import PHASES, AttentionBackend, AttentionKind, AttentionProblem, Phase
 from aserve.attention.hybrid import HybridBackend
 from aserve.errors import ConfigError
+from aserve.kernels.cake.tables import variant_names
 from aserve.kernels.cpu import library
 from aserve.registry import Entry, Registry
 
@@ -76,14 +77,31 @@ def check_names(setting: str) -> None:
             BACKENDS.load(name)
 
 
+def check_variants(cake_variants: tuple[str, ...], setting: str) -> None:
+    """Raise ConfigError if there is no variant of such a name, or ``setting`` does not name the backend of variants."""
+    known = variant_names()
+    if unknown := [name for name in cake_variants if name not in known]:
+        raise ConfigError(f"cake_variants: unknown variant {unknown[0]!r}; known: {', '.join(known)}")
+    if cake_variants and "cake" not in map(str.strip, setting.split(",")):
+        raise ConfigError(f"cake_variants: {cake_variants[0]} needs attention_backend 'cake', alone or in a pair")
+
+
 def refusals_here() -> dict[str, str | None]:
     """Map each backend to what keeps it from serving a usual model on this machine, None if nothing does."""
     kind = AttentionKind(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
     problems = [AttentionProblem("cpu", torch.float32, torch.float32, PAGE_SIZES[0], (kind,))]
     if torch.cuda.is_available():
-        capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
-        bf16 = torch.bfloat16
-        problems.append(AttentionProblem("cuda", bf16, bf16, PAGE_SIZES[0], (kind,), capability, name))
+        capability = torch.cuda.get_device_capability()
+        problems.append(AttentionProblem("cuda", torch.bfloat16, torch.bfloat16, PAGE_SIZES[0], (kind,), capability))
+    return _refusals(problems)
+
+
+def refusals_for(problem: AttentionProblem) -> dict[str, str | None]:
+    """Map each backend to what keeps it from serving ``problem`` on this machine, None if nothing does."""
+    return _refusals([problem])
+
+
+def _refusals(problems: list[AttentionProblem]) -> dict[str, str | None]:
     return {name: refusal or _refuse_all(name, problems) for name, refusal in BACKENDS.refusals().items()}
 
 

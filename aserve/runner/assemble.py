@@ -11,7 +11,7 @@ from aserve.config import EngineConfig
 from aserve.distributed.group import RankGroup
 from aserve.kernels.operators import Operators
 from aserve.models.decoder import Decoder
-from aserve.runner.calibrate import MAX_CPU_TOKENS
+from aserve.runner.attention_problem import Gpu, KVFormat, describe_problem
 from aserve.runner.executor import DeviceParts
 from aserve.runner.kv_pool import KVLayout, allocate_pool
 from aserve.runner.kv_scales import resolve_kv_scales
@@ -19,13 +19,8 @@ from aserve.runner.resolve import (
     PoolSize,
     log_choice,
     resolve_kv_dtype,
-    resolve_max_num_seqs,
     resolve_pool_size,
-    wanted_model_len,
 )
-
-GPU_MAX_NUM_BATCHED_TOKENS = 8192
-DEFAULT_PAGE_SIZE = 16
 
 
 def assemble(
@@ -53,23 +48,8 @@ def outline(
     shape = model.config
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
     scales = resolve_kv_scales(model, kv_dtype, dtype, device, operators)
-    max_num_seqs = resolve_max_num_seqs(config.max_num_seqs, device)
-    most_tokens = max(MAX_CPU_TOKENS, max_num_seqs) if device.type == "cpu" else GPU_MAX_NUM_BATCHED_TOKENS
-    max_num_tokens = config.max_num_batched_tokens or most_tokens
-    max_model_len = wanted_model_len(config, shape.max_context_len)
-    problem = AttentionProblem(
-        device_type=device.type,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        page_size=config.page_size or DEFAULT_PAGE_SIZE,
-        kinds=tuple(dict.fromkeys(spec.kind for spec in model.attention_specs())),
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
-        gpu_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
-        max_num_seqs=max_num_seqs,
-        max_num_tokens=max_num_tokens,
-        max_model_len=max_model_len,
-        has_head_scales=any(layer.are_per_head for layer in scales),
-    )
+    kv = KVFormat(kv_dtype, has_head_scales=any(layer.are_per_head for layer in scales))
+    problem = describe_problem(config, model, device, dtype, kv, Gpu.of(device))
     backend = _choose_backend(config, problem, device, group)
     page_size = backend.problem.page_size
     layout = KVLayout(
@@ -88,9 +68,9 @@ def outline(
         operators=operators,
         layers_kv=allocate_pool(layout, page_size, 0),
         device=device,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_tokens=max_num_tokens,
+        max_num_seqs=problem.max_num_seqs,
+        max_model_len=problem.max_model_len,
+        max_num_tokens=problem.max_num_tokens,
         num_pages=0,
         page_size=page_size,
         group=group,

@@ -4,7 +4,7 @@ from collections.abc import Set
 
 import torch
 
-from aserve.attention.registry import check_names
+from aserve.attention.registry import check_names, check_variants
 from aserve.config import EngineConfig
 from aserve.distributed.group import RankGroup
 from aserve.model_files import ModelFiles
@@ -45,6 +45,7 @@ def build_runner(
     """
     device = resolve_device(config.device)
     check_names(config.attention_backend)
+    check_variants(config.cake_variants, config.attention_backend)
     num_threads = resolve_num_threads(config.num_threads)
     torch.set_num_threads(num_threads)
     thread = ComputeThread(num_threads)

@@ -12,7 +12,8 @@ from aserve.attention.base import AttentionSpec
 from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.plain_decode import run_plain_decode
-from aserve.kernels.cake.split_decode import PartialResults, SplitLaunch, run_split_decode
+from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
+from aserve.kernels.cake.split_launch import SplitLaunch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAUNCH = SplitLaunch(block_len=16, num_warps=4, num_stages=2, programs_per_sm=1)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from aserve.kernels.cake.decode_schedule import MIN_UNITS, DecodeSchedule, fill_schedule
+from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
+from aserve.kernels.cake.split_launch import MIN_UNITS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,7 +8,7 @@ import pytest
 from aserve.kernels.cake import tuned_launches
 from aserve.kernels.cake.architectures import SHARED_BYTES
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS
-from aserve.kernels.cake.split_decode import SplitLaunch
+from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.cake.tables import TABLES, variant_names
 from aserve.kernels.cake.tuned_launches import FOLDER, file_name, format_launches, read_launches, tune_rows
 
@@ -72,9 +72,10 @@ def test_the_plain_kernel_has_no_launch(folder: Path) -> None:
 
 
 def test_what_is_written_is_read_again(folder: Path) -> None:
-    rows = (dataclasses.replace(ROWS[0], launch=SplitLaunch(32, 8, 3, 1, 2)), DECODE_VARIANTS[-1])
-    (folder / "nvidia-x.toml").write_text(format_launches(rows, "Measured."))
-    assert tune_rows((ROWS[0], DECODE_VARIANTS[-1]), "NVIDIA X", HOPPER) == rows
+    launch = SplitLaunch(32, 8, 3, 1, 2)
+    text = format_launches({ROWS[0].name: dataclasses.asdict(launch)}, "Measured.")
+    (folder / "nvidia-x.toml").write_text(text)
+    assert tune_rows(ROWS, "NVIDIA X", HOPPER) == (dataclasses.replace(ROWS[0], launch=launch), ROWS[1])
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)

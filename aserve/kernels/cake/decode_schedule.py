@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aserve.kernels.cake.split_launch import MIN_UNITS
+
 UNBOUNDED = 2**31 - 1  # a window that no sequence fills
 SEQ_BLOCK = 256  # sequences whose blocks are summed at once
 PROGRAM_BLOCK = 16  # programs whose first sequence is looked for at once
-MIN_UNITS = 2  # blocks that are worth a program of their own
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aserve.kernels.cake.split_decode import SplitLaunch
+from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.cake.variant import Variant
 
 HALF, BF16, FP32, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn

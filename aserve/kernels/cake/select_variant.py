@@ -1,6 +1,7 @@
 """From what a model asks to the variant of a kernel that serves it, and why the faster ones do not."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Generic, TypeVar
 
 import torch
@@ -66,6 +67,19 @@ def refuse_variant(variant: Variant, problem: VariantProblem) -> str | None:
     if variant.max_seqs is not None and problem.max_seqs > variant.max_seqs:
         return f"it serves steps of {variant.max_seqs} sequences at most, not {_count(problem.max_seqs)}"
     return _refuse_launch(variant, problem)
+
+
+def refuse_gpu(variant: Variant, capability: tuple[int, int]) -> str | None:
+    """Say why ``variant`` serves nothing on GPUs of ``capability``, or None if it serves something."""
+    reasons = []
+    for (dtype, kv_dtype), head_dim in product(variant.dtypes, {variant.head_dims[0], variant.head_dims[-1]}):
+        problem = VariantProblem(dtype, kv_dtype, head_dim, 1, capability)
+        problem = replace(problem, max_keys=variant.max_keys or UNBOUNDED, max_seqs=variant.max_seqs or UNBOUNDED)
+        reason = refuse_variant(variant, problem)
+        if reason is None:
+            return None
+        reasons.append(reason)
+    return reasons[-1]
 
 
 def _refuse_launch(variant: Variant, problem: VariantProblem) -> str | None:

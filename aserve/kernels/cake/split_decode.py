@@ -8,32 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from aserve.kernels.cake.attention_call import AttentionCall
-from aserve.kernels.cake.decode_schedule import MIN_UNITS, UNBOUNDED, DecodeSchedule
+from aserve.kernels.cake.decode_schedule import UNBOUNDED, DecodeSchedule
 from aserve.kernels.cake.split_decode_kernels import merge_decode, split_decode
-from aserve.kernels.cake.variant import Launch
+from aserve.kernels.cake.split_launch import SplitLaunch, group_tile
 
 SPLIT_BLOCK = 32  # partial results that the merge reads at once
-MIN_GROUP_TILE = 16  # rows that a matrix product has at least
-WARP_GROUP_ROWS = 64  # from which on Hopper a warp group computes it together
-
-
-@dataclass(frozen=True, slots=True)
-class SplitLaunch(Launch):
-    """How a variant is compiled and launched."""
-
-    block_len: int  # keys of a unit of work
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-    min_units: int = MIN_UNITS  # that are worth a program of their own
-
-    def shared_bytes(self, head_dim: int, group: int, kv_bytes: int) -> int:
-        """Return the shared memory that a program takes at most, with keys of ``kv_bytes`` an element."""
-        tile = group_tile(group)
-        copies = max(self.num_stages - 1, 2) * self.block_len * head_dim * kv_bytes  # of keys and values in turn
-        # Operands are rearranged by way of shared memory; products of a warp group also take theirs from there.
-        operands = tile * (head_dim + self.block_len) * (4 if tile >= WARP_GROUP_ROWS else 2)
-        return copies + operands + 8 * self.block_len + 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +97,6 @@ def run_split_decode(
         MIN_UNITS=launch.min_units,
         num_warps=4,
     )
-
-
-def group_tile(group: int) -> int:
-    """Return the rows of the tile of ``group`` heads."""
-    return max(MIN_GROUP_TILE, 1 << (group - 1).bit_length())
 
 
 def _factor_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> tl.dtype:

@@ -43,13 +43,12 @@ def file_name(gpu_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-") + ".toml"
 
 
-def format_launches(rows: tuple[Variant, ...], comment: str) -> str:
-    """Return the content of a file with the launches of ``rows``."""
+def format_launches(launches: dict[str, dict[str, int]], comment: str) -> str:
+    """Return the content of a file with ``launches``, by the names of their rows."""
     parts = [f"# {comment}\n"]
-    for row in rows:
-        if row.launch is not None:
-            values = [f"{field.name} = {getattr(row.launch, field.name)}\n" for field in fields(row.launch)]
-            parts.append(f"\n[{row.name}]\n{''.join(values)}")
+    for name, values in launches.items():
+        lines = [f"{key} = {value}\n" for key, value in values.items()]
+        parts.append(f"\n[{name}]\n{''.join(lines)}")
     return "".join(parts)
 
 

@@ -30,3 +30,8 @@ class Variant:
     writes_lse: bool = True
     max_keys: int | None = None  # that a query sees: of its window, or as many as a sequence may have
     max_seqs: int | None = None  # of a step
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it serves some steps or lengths only."""
+        return self.max_keys is not None or self.max_seqs is not None

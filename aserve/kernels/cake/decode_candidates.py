@@ -1,0 +1,52 @@
+"""Launches of a row of decodes that are worth a measurement, and the steps to measure them by."""
+
+from dataclasses import replace
+from itertools import product
+
+from aserve.kernels.cake.architectures import SHARED_BYTES
+from aserve.kernels.cake.decode_case import GROUP, StepSize
+from aserve.kernels.cake.decode_variants import DecodeVariant
+from aserve.kernels.cake.split_launch import SplitLaunch, group_tile
+
+RESERVED_BYTES = 1 << 10  # of shared memory, for each program on a multiprocessor
+REGISTERS = 1 << 16  # of a multiprocessor
+MAX_SUMS = 128  # that a thread keeps
+OTHER_REGISTERS = 64  # of a thread
+BLOCK_BYTES = (4 << 10, 8 << 10, 16 << 10, 32 << 10)  # of the keys of a block
+SIZES = (StepSize(1, 8192), StepSize(8, 4096), StepSize(128, 1024))
+FEW_LEN = 4096  # keys of each sequence of a step of few
+
+
+def step_sizes(row: DecodeVariant) -> list[StepSize]:
+    """Return the steps that a row is measured by: within what it serves, at both ends of it."""
+    if row.max_seqs is not None:
+        return [StepSize(1, FEW_LEN), StepSize(row.max_seqs, FEW_LEN)]
+    if row.max_keys is not None:
+        return [StepSize(1, row.max_keys), StepSize(128, row.max_keys)]
+    return list(SIZES)
+
+
+def candidates(row: DecodeVariant, capability: tuple[int, int]) -> list[SplitLaunch]:
+    """Return launches that fit GPUs of ``capability``, the present one first."""
+    assert row.launch is not None
+    head_dim, kv_bytes = row.head_dims[-1], row.dtypes[-1][1].itemsize
+    block_lens = [num_bytes // (head_dim * kv_bytes) for num_bytes in BLOCK_BYTES]
+    if row.max_keys is not None:
+        block_lens = [row.max_keys]  # so that no sequence is cut
+    launches = [
+        replace(row.launch, block_len=block_len, num_warps=num_warps, num_stages=stages, programs_per_sm=programs)
+        for block_len, num_warps, stages, programs in product(block_lens, (4, 8), (2, 3, 4, 5), (1, 2, 3, 4))
+        if 16 <= block_len <= 256
+    ]
+    fitting = [launch for launch in launches if _fits(launch, head_dim, kv_bytes, SHARED_BYTES[capability])]
+    return list(dict.fromkeys((row.launch, *fitting)))
+
+
+def _fits(launch: SplitLaunch, head_dim: int, kv_bytes: int, shared_bytes: int) -> bool:
+    """Whether all programs of a multiprocessor find their memory and registers, and none has hardly any copies."""
+    tile, num_threads = group_tile(GROUP), 32 * launch.num_warps
+    taken = launch.programs_per_sm * (launch.shared_bytes(head_dim, GROUP, kv_bytes) + RESERVED_BYTES)
+    sums = tile * (head_dim + launch.block_len) // num_threads
+    registers = launch.programs_per_sm * num_threads * (sums + OTHER_REGISTERS)
+    is_busy = taken * 4 > shared_bytes  # less than a quarter in flight cannot keep the memory busy
+    return taken <= shared_bytes + RESERVED_BYTES and sums <= MAX_SUMS and registers <= REGISTERS and is_busy

@@ -1,0 +1,95 @@
+"""A step of decodes to time the launches of a row by, with the plain kernel's output to hold them against."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
+from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
+from aserve.kernels.cake.decode_variants import DecodeVariant
+from aserve.kernels.cake.plain_decode import run_plain_decode
+from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
+from aserve.kernels.cake.split_launch import SplitLaunch
+from aserve.kernels.gpu.replay_timer import num_cold_copies, time_calls
+
+NUM_KV_HEADS, GROUP, PAGE_SIZE = 8, 4, 16
+MAX_REL_ERROR = 2e-2
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """``num_seqs`` sequences of ``key_len`` keys each."""
+
+    num_seqs: int
+    key_len: int
+
+
+class DecodeCase:
+    """One layer's decodes for the last dtypes and the last head size of a row."""
+
+    def __init__(self, row: DecodeVariant, size: StepSize, device: torch.device) -> None:
+        self._device = device
+        dtype, kv_dtype = row.dtypes[-1]
+        head_dim, self._window = row.head_dims[-1], row.max_keys
+        generator = torch.Generator(device).manual_seed(SEED)
+        width = -(-size.key_len // PAGE_SIZE)
+        num_pages = size.num_seqs * width
+        shape = (num_pages, PAGE_SIZE, NUM_KV_HEADS, head_dim)
+        pages = [torch.randn(shape, generator=generator, device=device).to(kv_dtype) for _ in range(2)]
+        self._q = torch.randn(size.num_seqs, NUM_KV_HEADS * GROUP, head_dim, generator=generator, device=device)
+        self._q = self._q.to(dtype)
+        places = torch.randperm(num_pages, generator=generator, device=device).to(torch.int32)
+        rows = torch.arange(size.num_seqs, dtype=torch.int32, device=device)
+        self._batch = PagedBatch(
+            places.view(size.num_seqs, width), rows, torch.full_like(rows, size.key_len), page_size=PAGE_SIZE
+        )
+        num_copies = num_cold_copies(2 * pages[0].numel() * kv_dtype.itemsize)
+        self._pages = [KVPages(*pages)] + [KVPages(*(page.clone() for page in pages)) for _ in range(num_copies - 1)]
+
+    def time(self, launch: SplitLaunch, num_sms: int) -> float:
+        """Return the microseconds of one layer; raise ArithmeticError for a wrong result."""
+        num_programs = num_sms * launch.programs_per_sm
+        expected, out = self._run_plainly(), self.run(launch, num_programs).float()
+        error = ((out - expected).norm() / expected.norm()).item()
+        if not error <= MAX_REL_ERROR:
+            raise ArithmeticError(f"the result is off by {error:.2g}")
+        run = self._prepare(launch, num_programs)
+        return time_calls([partial(run, pages) for pages in self._pages])
+
+    def run(self, launch: SplitLaunch, num_programs: int) -> Tensor:
+        """Run the step once and return its output."""
+        return self._prepare(launch, num_programs)(self._pages[0])
+
+    def _prepare(self, launch: SplitLaunch, num_programs: int) -> Callable[[KVPages], Tensor]:
+        """Deal the keys out, which a step does once for all layers, and return what runs one layer."""
+        num_seqs, head_dim = len(self._q), self._q.shape[2]
+        schedule = DecodeSchedule.allocate(num_seqs, num_programs, self._device)
+        fill_schedule(
+            schedule,
+            self._batch.key_lens,
+            window=self._window,
+            num_kv_heads=NUM_KV_HEADS,
+            block_len=launch.block_len,
+            min_units=launch.min_units,
+        )
+        partials = PartialResults.allocate(num_programs, GROUP, head_dim, self._device)
+
+        def run(pages: KVPages) -> Tensor:
+            call = self._call(pages)
+            run_split_decode(call, launch, schedule, partials)
+            return call.out
+
+        return run
+
+    def _run_plainly(self) -> Tensor:
+        call = self._call(self._pages[0])
+        run_plain_decode(call)
+        return call.out.float()
+
+    def _call(self, pages: KVPages) -> AttentionCall:
+        rules = ScoreRules(self._q.shape[2] ** -0.5, self._window)
+        return AttentionCall(self._q, torch.empty_like(self._q), None, pages, self._batch, rules)

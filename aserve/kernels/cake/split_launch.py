@@ -1,0 +1,33 @@
+"""What can be chosen of the split decode kernel: how it is compiled, and how many of it run."""
+
+from dataclasses import dataclass
+
+from aserve.kernels.cake.variant import Launch
+
+MIN_UNITS = 2  # blocks that are worth a program of their own
+MIN_GROUP_TILE = 16  # rows that a matrix product has at least
+WARP_GROUP_ROWS = 64  # from which on Hopper a warp group computes it together
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLaunch(Launch):
+    """How a variant is compiled and launched."""
+
+    block_len: int  # keys of a unit of work
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    min_units: int = MIN_UNITS  # that are worth a program of their own
+
+    def shared_bytes(self, head_dim: int, group: int, kv_bytes: int) -> int:
+        """Return the shared memory that a program takes at most, with keys of ``kv_bytes`` an element."""
+        tile = group_tile(group)
+        copies = max(self.num_stages - 1, 2) * self.block_len * head_dim * kv_bytes  # of keys and values in turn
+        # Operands are rearranged by way of shared memory; products of a warp group also take theirs from there.
+        operands = tile * (head_dim + self.block_len) * (4 if tile >= WARP_GROUP_ROWS else 2)
+        return copies + operands + 8 * self.block_len + 512
+
+
+def group_tile(group: int) -> int:
+    """Return the rows of the tile of ``group`` heads."""
+    return max(MIN_GROUP_TILE, 1 << (group - 1).bit_length())

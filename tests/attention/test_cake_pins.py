@@ -1,0 +1,75 @@
+"""Variants of the cake family that a setting pins."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from doubles_attention import make_problem
+
+from aserve.attention import registry
+from aserve.attention.base import AttentionProblem
+from aserve.attention.cake_backend import CakeBackend
+from aserve.attention.cake_choice import choose_decodes
+from aserve.attention.registry import check_variants, resolve_backend
+from aserve.config import load_config
+from aserve.errors import ConfigError
+from aserve.kernels.cake.tables import variant_names
+from aserve.registry import Entry, Registry
+
+CPU = torch.device("cpu")
+
+
+def pinned(*names: str, head_dim: int = 128) -> AttentionProblem:
+    problem = make_problem("cuda", torch.bfloat16, head_dim=head_dim)
+    return replace(problem, capability=(9, 0), cake_variants=names)
+
+
+def test_a_pinned_variant_takes_the_place_of_the_faster_ones() -> None:
+    (kind,) = pinned().kinds
+    (free,), (held,) = (choose_decodes(problem, kind) for problem in (pinned(), pinned("decode-plain")))
+    assert free.choice.variant is not None
+    assert free.choice.variant.name == "decode-16-d128"
+    assert held.choice.variant is not None
+    assert held.choice.variant.name == "decode-plain"
+    assert not held.choice.refusals, "the others are not asked"
+
+
+def test_a_pinned_variant_that_does_not_serve_the_model_is_refused_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        registry,
+        "BACKENDS",
+        Registry(
+            "attention backend",
+            {
+                "torch": Entry("aserve.attention.torch_backend:TorchBackend"),
+                "cake": Entry("aserve.attention.cake_backend:CakeBackend"),
+            },
+        ),
+    )
+    reason = "decode-16-d64 is pinned: it knows head_dim 64, not 128"
+    assert CakeBackend.refuse(pinned("decode-16-d64"), "decode") == reason
+    with pytest.raises(ConfigError, match=f"'cake' cannot serve this model: {reason}"):
+        resolve_backend("torch,cake", pinned("decode-16-d64"), CPU)
+    few = "decode-16-d256-few is pinned: it serves steps of 4 sequences at most, not 320"
+    assert CakeBackend.refuse(pinned("decode-16-d256-few", head_dim=256), "decode") == few
+    assert CakeBackend.refuse(pinned("decode-16-d256", head_dim=256), "decode") is None
+
+
+def test_names_that_are_unknown_or_of_no_use_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unknown variant 'decode-17'; known: .*decode-16-d128, .*decode-plain"):
+        check_variants(("decode-17",), "fa,cake")
+    for setting in ("auto", "fa", "fa,fi"):
+        with pytest.raises(ConfigError, match="decode-plain needs attention_backend 'cake'"):
+            check_variants(("decode-plain",), setting)
+        check_variants((), setting)
+    for setting in ("cake", "fa,cake", "fa, cake", "cake,fi"):
+        check_variants(tuple(variant_names()), setting)
+
+
+def test_the_setting_stands_in_a_file_too(tmp_path: Path) -> None:
+    file = tmp_path / "aserve.toml"
+    file.write_text('[engine]\nattention_backend = "fa,cake"\ncake_variants = ["decode-16-d128"]\n')
+    assert load_config(file).engine.cake_variants == ("decode-16-d128",)
