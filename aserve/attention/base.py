@@ -182,12 +182,18 @@ class AttentionBackend(ABC):
     name: str
     lse_base: LseBase
     kv_order: KVOrder = "NHD"  # the pool is allocated so
+    reads_any_order: bool = False  # the other one too, for the sake of a backend that it is paired with
     offset_bits: int = 64  # width of element offsets into one layer's pages; checked against the pool's size
 
     def __init__(self, problem: AttentionProblem, device: torch.device, phases: tuple[Phase, ...] = PHASES) -> None:
         self.problem = problem
         self.device = device
         self.phases = phases
+
+    @classmethod
+    def implementation(cls, problem: AttentionProblem) -> "type[AttentionBackend]":
+        """Return the class that serves ``problem`` under this name, which may be another one on some devices."""
+        return cls
 
     @classmethod
     def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
@@ -220,6 +226,10 @@ class AttentionBackend(ABC):
         log-sum-exp [T, H] float32 in base ``lse_base`` (sinks included). Rows of tokens that belong to no sequence of
         the plan are left as they are in ``out``.
         """
+
+    def kernel_name(self, plan: Any, spec: AttentionSpec) -> str:
+        """Return which of its kernels serves a layer of a planned step; empty if the backend does not choose."""
+        return ""
 
     @property
     def captures_decodes(self) -> bool:

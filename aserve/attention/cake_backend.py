@@ -19,7 +19,9 @@ from aserve.attention.base import (
     StepTables,
     refuse_device,
 )
+from aserve.attention.cake_blackwell import CAPABILITIES, CakeBlackwellBackend
 from aserve.attention.cake_choice import choose_decodes, refuse_decodes
+from aserve.attention.installed import cake_fmha_refusal
 from aserve.kernels.cake.architectures import refuse_architecture
 from aserve.kernels.cake.attention_call import MAX_PAGE_SIZE, AttentionCall, KVPages, PagedBatch, ScoreRules
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
@@ -48,6 +50,7 @@ class CakeBackend(AttentionBackend):
 
     name = "cake"
     lse_base: LseBase = "e"
+    reads_any_order = True
 
     def __init__(
         self, problem: AttentionProblem, device: torch.device, phases: tuple[Phase, ...] = ("decode",)
@@ -57,6 +60,13 @@ class CakeBackend(AttentionBackend):
         self._partials = self._allocate_partials()
         self._rows = torch.arange(problem.max_num_seqs, dtype=torch.int32, device=device)
         self._num_captured_bytes = 0
+
+    @classmethod
+    def implementation(cls, problem: AttentionProblem) -> type[AttentionBackend]:
+        """Return FlashInfer's family where there is one that serves the decodes; pinned variants are of this one."""
+        if problem.capability not in CAPABILITIES or problem.cake_variants or cake_fmha_refusal():
+            return cls
+        return cls if CakeBlackwellBackend.refuse(problem, "decode") else CakeBlackwellBackend
 
     @classmethod
     def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:

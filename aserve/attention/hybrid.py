@@ -43,13 +43,13 @@ class HybridBackend(AttentionBackend):
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         """Raise ConfigError if the two cannot read one pool."""
         self.name = f"{prefill.name},{decode.name}"
-        if prefill.kv_order != decode.kv_order:
+        if prefill.kv_order != decode.kv_order and not (prefill.reads_any_order or decode.reads_any_order):
             raise ConfigError(
                 f"attention backends {self.name!r} cannot share a pool: "
                 f"{prefill.name} wants pages in {prefill.kv_order} order, {decode.name} in {decode.kv_order}"
             )
         super().__init__(decode.problem, decode.device)
-        self.kv_order = decode.kv_order
+        self.kv_order = prefill.kv_order if decode.reads_any_order else decode.kv_order
         self.offset_bits = min(prefill.offset_bits, decode.offset_bits)
         self._prefill = prefill
         self._decode = decode

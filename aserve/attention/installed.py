@@ -1,10 +1,13 @@
 """Whether the libraries of attention kernels are there; asked for without importing them, which takes seconds."""
 
+import re
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+CAKE_FMHA_VERSION = (0, 7, 4)  # of flashinfer-python, whose routes are known here
 FLASH_ATTENTION = {  # flavour -> file, below one of the folders that its top package has
     "flash-attn-4": ("flash_attn", "cute/interface.py"),
     "flash-attn 3": ("flash_attn_interface", ""),
@@ -15,6 +18,16 @@ FLASH_ATTENTION = {  # flavour -> file, below one of the folders that its top pa
 def flash_infer_refusal() -> str | None:
     """Say what FlashInfer's kernels lack here."""
     return _missing("flashinfer", "flashinfer-python") or _missing("triton", "triton") or _no_gpu()
+
+
+def cake_fmha_refusal() -> str | None:
+    """Say what FlashInfer's cake kernels lack here; whether the GPU is one of theirs is not asked."""
+    if reason := flash_infer_refusal():
+        return reason
+    version = metadata.version("flashinfer-python")
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    wanted = ".".join(map(str, CAKE_FMHA_VERSION))
+    return None if numbers >= CAKE_FMHA_VERSION else f"flashinfer-python {version} is older than {wanted}"
 
 
 def triton_refusal() -> str | None:

@@ -96,8 +96,8 @@ def measure_backend(name: str, case: AttentionCase, shape: StepShape, reference:
     }
     if reason := BACKENDS.refusals()[name]:
         return row | {"refused": reason}
-    backend_class = BACKENDS.load(name)
     problem = setup.problem(shape)
+    backend_class = BACKENDS.load(name).implementation(problem)
     if reason := backend_class.refuse(problem, shape.phase):
         return row | {"refused": reason}
     try:
@@ -120,6 +120,7 @@ def _measure(
     ]
     seconds = time_calls(setup.device, calls, rounds)
     return {
+        "kernel": backend.kernel_name(plan, spec),
         "max_error": error.abs().max().item(),
         "rel_error": (error.norm() / reference.norm()).item(),
         "time_us": 1e6 * seconds,
