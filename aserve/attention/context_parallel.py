@@ -179,7 +179,9 @@ class ContextParallelBackend(AttentionBackend):
         query_lens, key_lens = [len(part.tokens) for part in own], [part.key_len for part in own]
         page_size = self._inner.problem.page_size
         page_table = batch.page_table[:, : -(-max(key_lens) // page_size)]
-        if len(own) > batch.num_decodes:
+        if len(own) == batch.num_decodes:
+            page_table = page_table[: len(own)]
+        else:
             page_table = page_table.index_select(0, self._upload(np.array([part.seq for part in own])))
         sums = np.zeros((2, len(own) + 1), np.int32)
         np.cumsum((query_lens, key_lens), 1, out=sums[:, 1:])

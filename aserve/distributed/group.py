@@ -60,7 +60,7 @@ class RankGroup:
     def abort(self) -> None:
         """Let collectives that wait for a dead rank fail; those of gloo do so by themselves."""
         if self._is_joined and self._device.type == "cuda":
-            dist.distributed_c10d._get_default_group()._get_backend(self._device).abort()
+            dist.distributed_c10d._get_default_group().abort()
 
     def close(self) -> None:
         """Leave the group, if it was joined. Idempotent."""
@@ -72,9 +72,11 @@ class RankGroup:
 def _prepare_environment() -> None:
     """Set what the libraries read only there, unless it is set.
 
-    NVLink's multicast needs rights that containers lack. gloo would listen on an address that other hosts can reach.
+    NVLink's multicast needs rights that containers lack. torch would end the process when it finds a collective failed,
+    before requests can be told. gloo would listen on an address that other hosts can reach.
     """
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
