@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from aserve.attention.base import dtype_name
 from aserve.config import EngineConfig
 from aserve.distributed.context_shard import ContextShard
 from aserve.distributed.group import RankGroup
@@ -86,7 +87,7 @@ def settle(config: EngineConfig, files: ModelFiles) -> EngineConfig:
     return replace(
         config,
         device="cpu",
-        dtype="float32" if dtype is torch.float32 else "bfloat16" if dtype is torch.bfloat16 else "float16",
+        dtype=dtype_name(dtype),  # type: ignore[arg-type]
         num_threads=num_threads,
         max_num_batched_tokens=max_num_batched_tokens,
     )

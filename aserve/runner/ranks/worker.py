@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -88,6 +89,7 @@ def _run(channel: Channel) -> None:
     group.join(Path(setup.store))
     runner = build_runner(setup.config, setup.files, frozenset(setup.eos_token_ids), compiler, group)
     channel.send(encode(Ready(runner.limits)))
+    gc.freeze()  # a collection that visits all that was loaded would hold up every rank
     follow(channel, runner)
     runner.close()
     group.close()
