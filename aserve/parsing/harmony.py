@@ -17,6 +17,7 @@ END_OF_MESSAGE = MarkerSet(ENDINGS)
 MARKERS = (*ENDINGS, CHANNEL, MESSAGE, CONSTRAIN)
 FUNCTIONS = "functions."
 MAX_HEADER_CHARS = 512
+SEPARATOR = "\n\n"  # between messages that become one text
 RECIPIENT = re.compile(r"to=([^\s<]+)")
 CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
@@ -24,8 +25,8 @@ CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 class HarmonyParser:
     """Reads the messages of one answer: analysis is reasoning, what is for a function a call, all else text.
 
-    With ``finds_calls`` false, what is for a function is text. The answer begins in a header; one that does not look
-    like one is text altogether.
+    With ``finds_calls`` false, what is for a function is text. Messages of one kind that follow each other become one
+    text with an empty line between. The answer begins in a header; one that does not look like one is text altogether.
     """
 
     def __init__(self, *, finds_calls: bool) -> None:
@@ -37,7 +38,8 @@ class HarmonyParser:
         self._is_first = True
         self._is_header = True
         self._kind: type[TextDelta] | type[ReasoningDelta] | None = TextDelta  # of the message; None: a call
-        self._has_arguments = False
+        self._has_text = False
+        self._separator = ""
 
     def push(self, text: str) -> list[ParsedDelta]:
         """Take the next piece."""
@@ -80,7 +82,8 @@ class HarmonyParser:
         return True
 
     def _begin_message(self, header: str) -> None:
-        self._is_header = self._is_first = self._has_arguments = False
+        before = self._kind if self._has_text else None
+        self._is_header = self._is_first = self._has_text = False
         channel, recipient = CHANNEL_NAME.search(header), RECIPIENT.search(header)
         self._kind = TextDelta
         if recipient is not None and recipient[1].startswith(FUNCTIONS):
@@ -88,6 +91,7 @@ class HarmonyParser:
         elif recipient is not None or (channel is not None and channel[1] == "analysis"):
             self._kind = ReasoningDelta
             self.places.begin(self._place)
+        self._separator = SEPARATOR if self._kind is not None and self._kind is before else ""
 
     def _read_message(self, deltas: list[ParsedDelta]) -> bool:
         text, marker, self._buffer = END_OF_MESSAGE.cut(self._buffer)
@@ -104,12 +108,13 @@ class HarmonyParser:
             return
         if self._kind is None:
             deltas.append(self._calls.arguments(text))
-            self._has_arguments = True
         else:
-            deltas.append(self._kind(text))
+            deltas.append(self._kind(self._separator + text))
+            self._separator = ""
+        self._has_text = True
 
     def _end_message(self, deltas: list[ParsedDelta]) -> None:
-        if self._kind is None and not self._has_arguments:
+        if self._kind is None and not self._has_text:
             deltas.append(self._calls.arguments("{}"))
         self._is_header = True
 

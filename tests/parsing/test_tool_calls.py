@@ -119,6 +119,12 @@ ANSWERS: dict[str, tuple[str, str, str, Any]] = {  # case -> parser, answer, tex
         "Let me see.",
         TWO,
     ),
+    "harmony, a preamble and an answer": (
+        "harmony",
+        "<|channel|>commentary<|message|>I see.<|end|><|start|>assistant<|channel|>final<|message|>Rain.<|return|>",
+        "I see.\n\nRain.",
+        [],
+    ),
     "harmony, the recipient in the role": (
         "harmony",
         f" to=functions.get_weather<|channel|>commentary json<|message|>{WRITTEN}",

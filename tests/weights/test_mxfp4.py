@@ -77,7 +77,8 @@ def test_int8_experts_with_biases_and_sinks_come_back_from_the_cache(
     monkeypatch.setenv("ASERVE_CACHE", str(tmp_path / "cache"))
     make_mxfp4_checkpoint(tmp_path, {"num_experts_per_tok": 6})  # all, so that rounding cannot change which
     exact, packed, again = (
-        PagedSequence(load_folder(tmp_path, method), len(TOKENS)).step(TOKENS) for method in ("none", "int8", "int8")
+        PagedSequence(load_folder(tmp_path, method), len(TOKENS)).step(TOKENS)
+        for method in ("none", "int8_torch", "int8_torch")
     )
     assert "took packed weights" in caplog.text
     assert torch.equal(again, packed)
