@@ -1,15 +1,14 @@
-"""This project's own kernels for decodes; nothing is planned on the host, shares of work are dealt on the device."""
+"""This project's own kernels; nothing is planned on the host: work is dealt to programs on the device."""
 
-import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from aserve.attention.base import (
+    PHASES,
     AttentionBackend,
     AttentionBatch,
-    AttentionKind,
     AttentionProblem,
     AttentionSpec,
     CaptureShape,
@@ -20,44 +19,39 @@ from aserve.attention.base import (
     refuse_device,
 )
 from aserve.attention.cake_blackwell import CAPABILITIES, CakeBlackwellBackend
-from aserve.attention.cake_choice import choose_decodes, refuse_decodes
+from aserve.attention.cake_choice import refuse_decodes, refuse_prefill
+from aserve.attention.cake_chunks import CakeChunks, ChunkPlan
+from aserve.attention.cake_decodes import CakeDecodes, DecodePlan
 from aserve.attention.installed import cake_fmha_refusal
 from aserve.kernels.cake.architectures import refuse_architecture
 from aserve.kernels.cake.attention_call import MAX_PAGE_SIZE, AttentionCall, KVPages, PagedBatch, ScoreRules
-from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
-from aserve.kernels.cake.plain_decode import run_plain_decode
-from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
-from aserve.kernels.cake.split_launch import SplitLaunch
-
-logger = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 0)
-NUM_CPU_PROGRAMS = 6  # under Triton's interpreter, where they run one after another
 
 
 @dataclass(frozen=True, slots=True)
 class CakePlan:
-    """A step's decodes, and how each kind of layers that splits keys is launched and shares them out."""
+    """A step's decodes and its chunks, None where there are none.
 
-    batch: PagedBatch
-    launches: dict[AttentionKind, SplitLaunch]  # of the kinds of layers that split keys
-    schedules: dict[AttentionKind, DecodeSchedule]
+    In a captured plan the decodes' section covers the tokens of chunks too, and the chunks' overwrites these.
+    """
+
+    decodes: DecodePlan | None
+    chunks: ChunkPlan | None
     is_captured: bool  # with tables that each replay finds rewritten
 
 
 class CakeBackend(AttentionBackend):
-    """Reads pools of any page size and order, of the queries' dtype or of e4m3; decodes only."""
+    """Reads pools of any page size and order, of the queries' dtype or of e4m3."""
 
     name = "cake"
     lse_base: LseBase = "e"
     reads_any_order = True
 
-    def __init__(
-        self, problem: AttentionProblem, device: torch.device, phases: tuple[Phase, ...] = ("decode",)
-    ) -> None:
+    def __init__(self, problem: AttentionProblem, device: torch.device, phases: tuple[Phase, ...] = PHASES) -> None:
         super().__init__(problem, device, phases)
-        self._launches = {kind: _choose_launches(problem, kind) for kind in problem.kinds}
-        self._partials = self._allocate_partials()
+        self._decodes = CakeDecodes(problem, device) if "decode" in phases else None
+        self._chunks = CakeChunks(problem, device) if "prefill" in phases else None
         self._rows = torch.arange(problem.max_num_seqs, dtype=torch.int32, device=device)
         self._num_captured_bytes = 0
 
@@ -72,24 +66,29 @@ class CakeBackend(AttentionBackend):
     def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
         if reason := refuse_device(problem, MIN_CAPABILITY):
             return reason
-        if phase == "prefill":
-            return "it has kernels for decodes only"
         if problem.page_size > MAX_PAGE_SIZE:
             return f"it knows page_size up to {MAX_PAGE_SIZE}, not {problem.page_size}"
-        return refuse_architecture(problem.capability) or refuse_decodes(problem)
+        if reason := refuse_architecture(problem.capability):
+            return reason
+        return refuse_prefill(problem) if phase == "prefill" else refuse_decodes(problem)
 
     @property
     def workspace_bytes(self) -> int:
-        return self._partials.num_bytes + 4 * len(self._rows) + self._num_captured_bytes
+        shared = self._decodes.num_bytes if self._decodes is not None else 0
+        return shared + 4 * len(self._rows) + self._num_captured_bytes
 
     def plan(self, batch: AttentionBatch) -> CakePlan:
-        num_seqs = len(batch.key_lens)
-        if batch.num_decodes != num_seqs:
-            raise ValueError(f"{self.name}: it plans decodes only, not {num_seqs - batch.num_decodes} chunks")
-        rows = self._rows[:num_seqs]
-        decodes = PagedBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size)
-        plan = self._make_plan(decodes, is_captured=False)
-        self._share_out(plan)
+        num_decodes, num_seqs = batch.num_decodes, len(batch.key_lens)
+        tables = StepTables(
+            page_table=batch.page_table,
+            rows=self._rows[:num_seqs],
+            key_lens=batch.key_lens_device,
+            cu_query_lens=batch.cu_query_lens[num_decodes:],
+            page_size=batch.page_size,
+        )
+        shape = CaptureShape(sum(batch.query_lens), num_decodes, num_seqs - num_decodes)
+        plan = self._make_plan(shape, tables, is_captured=False)
+        self._deal_out(plan)
         return plan
 
     def forward(
@@ -104,90 +103,57 @@ class CakeBackend(AttentionBackend):
     ) -> tuple[Tensor, Tensor | None]:
         out = q.new_empty(q.shape) if out is None else out
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-        decodes = slice(0, len(plan.batch.rows))
-        call = AttentionCall(
-            q=q[decodes],
-            out=out[decodes],
-            lse=None if lse is None else lse[decodes],
-            pages=KVPages(layer_kv.key, layer_kv.value, layer_kv.key_scale, layer_kv.value_scale),
-            batch=plan.batch,
-            rules=ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks),
-        )
-        call.check()
-        launch = plan.launches.get(spec.kind)
-        if launch is None:
-            run_plain_decode(call)
-        else:
-            run_split_decode(call, launch, plan.schedules[spec.kind], self._partials)
+        pages = KVPages(layer_kv.key, layer_kv.value, layer_kv.key_scale, layer_kv.value_scale)
+        rules = ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks)
+        if plan.decodes is not None and self._decodes is not None:
+            tokens = slice(0, len(plan.decodes.batch.rows))
+            part = None if lse is None else lse[tokens]
+            call = AttentionCall(q[tokens], out[tokens], part, pages, plan.decodes.batch, rules)
+            call.check()
+            self._decodes.attend(call, plan.decodes, spec.kind)
+        if plan.chunks is not None and self._chunks is not None:
+            call = AttentionCall(q, out, lse, pages, plan.chunks.batch, rules)
+            call.check()
+            self._chunks.attend(call, plan.chunks, spec.kind)
         return out, lse
 
     @property
     def captures_decodes(self) -> bool:
-        return True
+        return self._decodes is not None
+
+    @property
+    def captures_chunks(self) -> bool:
+        return self._chunks is not None
 
     def prepare_capture(self, shape: CaptureShape, tables: StepTables) -> CakePlan:
-        if shape.num_chunks:
-            raise ValueError(f"{self.name}: only batches of decodes are captured")
-        rows, key_lens = tables.rows[: shape.num_decodes], tables.key_lens[: shape.num_decodes]
-        plan = self._make_plan(PagedBatch(tables.page_table, rows, key_lens, tables.page_size), is_captured=True)
-        self._num_captured_bytes += sum(schedule.num_bytes for schedule in plan.schedules.values())
+        plan = self._make_plan(shape, tables, is_captured=True)
+        self._num_captured_bytes += sum(part.num_bytes for part in (plan.decodes, plan.chunks) if part is not None)
         return plan
 
     def convert(self, plan: CakePlan) -> None:
         if plan.is_captured:
-            self._share_out(plan)
+            self._deal_out(plan)
 
-    def _share_out(self, plan: CakePlan) -> None:
-        for kind, schedule in plan.schedules.items():
-            launch = plan.launches[kind]
-            fill_schedule(
-                schedule,
-                plan.batch.key_lens,
-                window=kind.sliding_window,
-                num_kv_heads=kind.num_kv_heads,
-                block_len=launch.block_len,
-                min_units=launch.min_units,
-            )
+    def _make_plan(self, shape: CaptureShape, tables: StepTables, *, is_captured: bool) -> CakePlan:
+        num_decodes, num_seqs = shape.num_decodes, shape.num_decodes + shape.num_chunks
+        decodes = chunks = None
+        if num_decodes:
+            if self._decodes is None:
+                raise ValueError(f"{self.name}: it was built for chunks only, not for {num_decodes} decodes")
+            section = tables.section(0, num_decodes)
+            batch = PagedBatch(section.page_table, section.rows, section.key_lens, section.page_size)
+            decodes = self._decodes.plan(batch)
+        if shape.num_chunks:
+            if self._chunks is None:
+                raise ValueError(f"{self.name}: it was built for decodes only, not for {shape.num_chunks} chunks")
+            section = tables.section(num_decodes, num_seqs)
+            starts = section.cu_query_lens
+            batch = PagedBatch(section.page_table, section.rows, section.key_lens, section.page_size, starts)
+            chunks = self._chunks.plan(batch, shape.num_tokens)
+        return CakePlan(decodes, chunks, is_captured)
 
-    def _make_plan(self, batch: PagedBatch, *, is_captured: bool) -> CakePlan:
-        """Choose a launch for each kind by the number of sequences, with room for its schedule."""
-        num_seqs = len(batch.key_lens)
-        launches = {
-            kind: launch
-            for kind, steps in self._launches.items()
-            if (launch := next((launch for limit, launch in steps if num_seqs <= limit), steps[-1][1])) is not None
-        }
-        schedules = {
-            kind: DecodeSchedule.allocate(num_seqs, self._count_programs(launch), self.device)
-            for kind, launch in launches.items()
-        }
-        return CakePlan(batch, launches, schedules, is_captured)
-
-    def _allocate_partials(self) -> PartialResults:
-        """Return room for whatever step and kind leaves the most rows, and the most elements."""
-        sizes = [(0, 0)] + [
-            (num_rows := self._count_programs(launch) * (kind.num_heads // kind.num_kv_heads), num_rows * kind.head_dim)
-            for kind, steps in self._launches.items()
-            for _, launch in steps
-            if launch is not None
-        ]
-        num_rows, num_elements = (max(counts) for counts in zip(*sizes, strict=True))
-        return PartialResults.allocate(num_rows, 1, -(-num_elements // max(num_rows, 1)), self.device)
-
-    def _count_programs(self, launch: SplitLaunch) -> int:
-        """Return how many share a step."""
-        if self.device.type != "cuda":
-            return NUM_CPU_PROGRAMS
-        num_sms: int = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return num_sms * launch.programs_per_sm
-
-
-def _choose_launches(problem: AttentionProblem, kind: AttentionKind) -> list[tuple[int, SplitLaunch | None]]:
-    """Return the launch of each choice, None for the plain kernel, after the most sequences that it is for."""
-    launches = []
-    for step in choose_decodes(problem, kind):
-        if step.choice.variant is None:
-            raise ValueError(f"cake: no variant serves {kind}: {step.choice.refusals}")
-        logger.info("cake: %s", step.describe(kind))
-        launches.append((step.max_seqs, step.choice.variant.launch))
-    return launches
+    def _deal_out(self, plan: CakePlan) -> None:
+        if plan.decodes is not None and self._decodes is not None:
+            self._decodes.share_out(plan.decodes)
+        if plan.chunks is not None and self._chunks is not None:
+            self._chunks.cut(plan.chunks)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from aserve.attention.base import AttentionKind, AttentionProblem
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
-from aserve.kernels.cake.select_variant import Choice, VariantProblem, select_variant
+from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS, PrefillVariant
+from aserve.kernels.cake.select_variant import Choice, V, VariantProblem, select_variant
 from aserve.kernels.cake.tuned_launches import tune_rows
 
 
@@ -17,13 +18,30 @@ class StepChoice:
 
     def describe(self, kind: AttentionKind) -> str:
         """Say which variant it is, for what, and why none of the faster ones."""
-        name = "no variant" if self.choice.variant is None else self.choice.variant.name
-        names: dict[str, list[str]] = {}  # by their reason
-        for other, reason in self.choice.refusals.items():
-            names.setdefault(reason, []).append(other)
-        passed_over = "; ".join(f"{', '.join(others)}: {reason}" for reason, others in names.items())
-        served = f"head_dim {kind.head_dim}, up to {self.max_seqs} sequences"
-        return f"{name} for {served} ({passed_over or 'the first row'})"
+        return describe_choice(self.choice, f"head_dim {kind.head_dim}, up to {self.max_seqs} sequences")
+
+
+def describe_choice(choice: Choice[V], served: str) -> str:
+    """Say which variant is for what is ``served``, and why none of the faster ones."""
+    name = "no variant" if choice.variant is None else choice.variant.name
+    names: dict[str, list[str]] = {}  # by their reason
+    for other, reason in choice.refusals.items():
+        names.setdefault(reason, []).append(other)
+    passed_over = "; ".join(f"{', '.join(others)}: {reason}" for reason, others in names.items())
+    return f"{name} for {served} ({passed_over or 'the first row'})"
+
+
+def choose_prefill(problem: AttentionProblem, kind: AttentionKind) -> Choice[PrefillVariant]:
+    """Return the choice for the chunks of all steps."""
+    rows = tune_rows(PREFILL_VARIANTS, problem.gpu_name, problem.capability)
+    pinned = tuple(row for row in rows if row.name in problem.cake_variants)
+    return select_variant(_variant_problem(problem, kind, problem.max_num_seqs), pinned or rows)
+
+
+def refuse_prefill(problem: AttentionProblem) -> str | None:
+    """Say why no variant, or none of those that are pinned, serves the chunks of ``problem``."""
+    choices = (choose_prefill(problem, kind) for kind in problem.kinds)
+    return next((reason for choice in choices if (reason := _refuse(problem, choice))), None)
 
 
 def choose_decodes(problem: AttentionProblem, kind: AttentionKind) -> list[StepChoice]:
@@ -42,12 +60,15 @@ def choose_decodes(problem: AttentionProblem, kind: AttentionKind) -> list[StepC
 
 def refuse_decodes(problem: AttentionProblem) -> str | None:
     """Say why no variant, or none of those that are pinned, serves the decodes of ``problem``."""
-    for kind in problem.kinds:
-        choice = choose_decodes(problem, kind)[-1].choice
-        if choice.variant is None:
-            name, reason = list(choice.refusals.items())[-1]  # of the one that serves most
-            return f"{name} is pinned: {reason}" if name in problem.cake_variants else reason
-    return None
+    choices = (choose_decodes(problem, kind)[-1].choice for kind in problem.kinds)
+    return next((reason for choice in choices if (reason := _refuse(problem, choice))), None)
+
+
+def _refuse(problem: AttentionProblem, choice: Choice[V]) -> str | None:
+    if choice.variant is not None:
+        return None
+    name, reason = list(choice.refusals.items())[-1]  # of the one that serves most
+    return f"{name} is pinned: {reason}" if name in problem.cake_variants else reason
 
 
 def _variant_problem(problem: AttentionProblem, kind: AttentionKind, max_seqs: int) -> VariantProblem:

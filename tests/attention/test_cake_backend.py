@@ -1,7 +1,8 @@
-"""The project's own decode kernels behind the backend's interface: on a GPU, or on the CPU under the interpreter."""
+"""The project's own kernels behind the backend's interface: on a GPU, or on the CPU under the interpreter."""
 
 import dataclasses
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -17,21 +18,68 @@ from doubles_attention import (
 )
 from torch import Tensor
 
-from aserve.attention.base import AttentionProblem, AttentionSpec, CaptureShape, Phase
+from aserve.attention.base import (
+    PHASES,
+    AttentionBackend,
+    AttentionBatch,
+    AttentionProblem,
+    AttentionSpec,
+    CaptureShape,
+    LayerKV,
+    LseBase,
+    Phase,
+)
 from aserve.attention.cake_backend import CakeBackend
 from aserve.attention.hybrid import HybridBackend
+from aserve.attention.torch_backend import TorchBackend
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def make_backend(*specs: AttentionSpec, kv_dtype: torch.dtype = BF16) -> CakeBackend:
+def make_backend(
+    *specs: AttentionSpec, kv_dtype: torch.dtype = BF16, phases: tuple[Phase, ...] = PHASES
+) -> CakeBackend:
     problem = AttentionProblem("cuda", BF16, kv_dtype, 16, tuple(spec.kind for spec in specs), (9, 0), max_num_seqs=8)
-    return CakeBackend(problem, torch.device(DEVICE))
+    return CakeBackend(problem, torch.device(DEVICE), phases)
+
+
+def mixed(spec: AttentionSpec, decode_lens: list[int], chunk_lens: list[tuple[int, int]], **options: Any) -> PagedCase:
+    """Decodes of so many keys, then chunks of so many queries and keys."""
+    query_lens = [1] * len(decode_lens) + [queries for queries, _ in chunk_lens]
+    key_lens = decode_lens + [keys for _, keys in chunk_lens]
+    return make_case(spec, query_lens, key_lens, len(decode_lens), dtype=BF16, device=DEVICE, **options)
 
 
 def decodes(spec: AttentionSpec, key_lens: list[int], **options: Any) -> PagedCase:
     return make_case(spec, [1] * len(key_lens), key_lens, len(key_lens), dtype=BF16, device=DEVICE, **options)
+
+
+class BaseTwoBackend(AttentionBackend):
+    """The oracle, with log-sum-exps in base 2."""
+
+    name = "base 2"
+    lse_base: LseBase = "2"
+
+    def __init__(self, oracle: TorchBackend) -> None:
+        super().__init__(oracle.problem, oracle.device)
+        self._oracle = oracle
+
+    def plan(self, batch: AttentionBatch) -> Any:
+        return self._oracle.plan(batch)
+
+    def forward(
+        self,
+        q: Tensor,
+        layer_kv: LayerKV,
+        plan: Any,
+        spec: AttentionSpec,
+        *,
+        return_lse: bool = False,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        output, lse = self._oracle.forward(q, layer_kv, plan, spec, return_lse=return_lse, out=out)
+        return output, None if lse is None else lse / math.log(2)
 
 
 def check(output: Tensor, lse: Tensor | None, case: PagedCase, spec: AttentionSpec) -> None:
@@ -66,20 +114,51 @@ def test_eager_decodes(head_dim: int, option: dict[str, Any]) -> None:
     torch.testing.assert_close(output.double().cpu(), dense_attention(case, spec)[0], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "option"),
+    [
+        (264, {}),
+        (80, {"sliding_window": 40, "softcap": 5.0}),
+        (64, {"sinks": torch.tensor([1.0, 0.0, -1.0, 4.0], device=DEVICE)}),
+    ],
+    ids=["plain", "window and cap", "sinks"],
+)
+def test_eager_mixed_steps(head_dim: int, option: dict[str, Any]) -> None:
+    """Beside dense attention also beside the torch backend, which speaks the same base."""
+    spec = make_spec(4, 2, head_dim, **option)
+    backend, oracle = make_backend(spec), torch_backend(DEVICE)
+    case = mixed(spec, [1, 90], [(7, 70), (1, 1), (66, 70)] if head_dim <= 256 else [(10, 33), (1, 1)])
+    output, lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True)
+    check(output, lse, case, spec)
+    expected, expected_lse = oracle.forward(case.q, case.layer_kv, oracle.plan(case.batch), spec, return_lse=True)
+    torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+
+
+def test_chunks_alone() -> None:
+    spec = make_spec(4, 2, 64)
+    backend = make_backend(spec)
+    case = mixed(spec, [], [(40, 75), (16, 16)])
+    check(*backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True), case, spec)
+
+
 def test_8_bit_pages() -> None:
     spec = make_spec(4, 2, 64)
-    case = decodes(spec, [128, 40], kv_dtype=FP8, scales=(0.25, 0.5))
+    case = mixed(spec, [128, 40], [(20, 50)], kv_dtype=FP8, scales=(0.25, 0.5))
     backend = make_backend(spec, kv_dtype=FP8)
     check(*backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True), case, spec)
 
 
 def test_layers_of_two_kinds_share_a_step() -> None:
+    """Of groups of two and four, whose chunks are cut into other tiles."""
     specs = [make_spec(4, 2, 64), make_spec(4, 1, 128, sliding_window=20)]
     backend = make_backend(*specs)
-    cases = [decodes(spec, [150, 17]) for spec in specs]
+    cases = [mixed(spec, [150, 17], [(30, 45)]) for spec in specs]
+    assert torch.equal(*(case.batch.page_table for case in cases))
     plan = backend.plan(cases[0].batch)
+    assert plan.chunks is not None
+    assert {group for group, _ in plan.chunks.tiles} == {2, 4}
     for spec, case in zip(specs, cases, strict=True):
-        plan = dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, page_table=case.batch.page_table))
         check(*backend.forward(case.q, case.layer_kv, plan, spec, return_lse=True), case, spec)
 
 
@@ -87,12 +166,12 @@ def test_captured_decodes_keep_their_addresses_and_count_their_memory() -> None:
     """Each step is shared out anew, whatever the last one left; padding decodes read the dummy page."""
     spec = make_spec(4, 2, 64)
     backend = make_backend(spec)
-    assert backend.captures_decodes
-    assert not backend.captures_chunks
     before = backend.workspace_bytes
     captured = CapturedCase.make(CaptureShape(5, 5, 0), 20, 16, DEVICE)
     plan = backend.prepare_capture(captured.shape, captured.tables)
-    (schedule,) = plan.schedules.values()
+    assert plan.decodes is not None
+    assert plan.chunks is None
+    (schedule,) = plan.decodes.schedules.values()
     assert backend.workspace_bytes - before == 4 * (5 + 1 + len(schedule.first_seqs))
     addresses = (schedule.starts.data_ptr(), schedule.first_seqs.data_ptr())
     for seed, key_lens in enumerate(([9, 300, 16, 90, 1], [3], [129, 64])):
@@ -104,31 +183,99 @@ def test_captured_decodes_keep_their_addresses_and_count_their_memory() -> None:
         output, lse = backend.forward(q, case.layer_kv, plan, spec, return_lse=True)
         check(output, lse, case, spec)
         assert (schedule.starts.data_ptr(), schedule.first_seqs.data_ptr()) == addresses
-    with pytest.raises(ValueError, match="only batches of decodes are captured"):
-        backend.prepare_capture(CaptureShape(5, 4, 1), captured.tables)
+
+
+MIXED_STEPS: list[tuple[list[int], list[tuple[int, int]]]] = [
+    ([9, 130, 16], [(20, 33), (1, 1), (12, 70)]),
+    ([3], []),
+    ([], [(40, 90)]),
+    ([40, 7, 18, 33], [(2, 2), (30, 30), (4, 60)]),
+]
+
+
+def test_captured_mixed_steps_keep_their_addresses_and_count_their_memory() -> None:
+    """Steps of all sizes in tables and tiles that others have filled; padding leaves its tokens alone."""
+    spec = make_spec(4, 2, 64)
+    backend = make_backend(spec)
+    assert backend.captures_decodes
+    assert backend.captures_chunks
+    before = backend.workspace_bytes
+    captured = CapturedCase.make(CaptureShape(40, 4, 3), 20, 16, DEVICE)
+    plan = backend.prepare_capture(captured.shape, captured.tables)
+    assert plan.decodes is not None
+    assert plan.chunks is not None
+    (schedule,), (tiles,) = plan.decodes.schedules.values(), plan.chunks.tiles.values()
+    assert backend.workspace_bytes - before == schedule.num_bytes + tiles.num_bytes
+    tensors = (schedule.starts, schedule.first_seqs, tiles.chunks, tiles.first_rows)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    for seed, (decode_lens, chunk_lens) in enumerate(MIXED_STEPS):
+        case = mixed(spec, decode_lens, chunk_lens, seed=seed)
+        backend.prepare_replay(plan, captured.fill(case, dummy_page=int(case.batch.page_table[0, 0])))
+        backend.convert(plan)
+        q = torch.cat((case.q, case.q.new_zeros(40 - len(case.q), 4, 64)))
+        out = torch.full_like(q, torch.nan)
+        output, lse = backend.forward(q, case.layer_kv, plan, spec, return_lse=True, out=out)
+        assert output is out
+        check(output, lse, case, spec)
+        assert output[max(len(case.q), 4) :].isnan().all(), "tokens of no sequence are left alone"
+        assert [tensor.data_ptr() for tensor in tensors] == addresses
 
 
 def test_dirty_workspaces_do_not_show() -> None:
     spec = make_spec(4, 2, 64)
     backend = make_backend(spec)
-    backend._partials.outs.fill_(torch.nan)
-    backend._partials.lses.fill_(torch.nan)
+    assert backend._decodes is not None
+    backend._decodes._partials.outs.fill_(torch.nan)
+    backend._decodes._partials.lses.fill_(torch.nan)
     case = decodes(spec, [700, 1])
     check(*backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True), case, spec)
 
 
-def test_the_half_of_a_pair_that_decodes() -> None:
+@pytest.mark.parametrize("phase", PHASES)
+def test_halves_of_a_pair(phase: Phase) -> None:
+    """The other half speaks base 2, as FlashInfer does; each converts at the border."""
     spec = make_spec(4, 2, 64)
-    pair = HybridBackend(torch_backend(DEVICE), make_backend(spec))
-    assert pair.name == "torch,cake"
-    case = make_case(spec, [1, 1, 7, 20], [9, 140, 7, 33], 2, dtype=BF16, device=DEVICE)
+    half, other = make_backend(spec, phases=(phase,)), BaseTwoBackend(torch_backend(DEVICE))
+    pair = HybridBackend(half, other) if phase == "prefill" else HybridBackend(other, half)
+    assert pair.name == ("cake,base 2" if phase == "prefill" else "base 2,cake")
+    case = mixed(spec, [9, 140], [(7, 7), (20, 33)])
     check(*pair.forward(case.q, case.layer_kv, pair.plan(case.batch), spec, return_lse=True), case, spec)
+
+
+def test_a_captured_pair_of_halves() -> None:
+    """Decodes of one and chunks of the other: the chunks' log-sum-exps do not replace those of decodes."""
+    spec = make_spec(4, 2, 64)
+    pair = HybridBackend(make_backend(spec, phases=("prefill",)), make_backend(spec, phases=("decode",)))
+    assert pair.captures_decodes
+    assert pair.captures_chunks
+    captured = CapturedCase.make(CaptureShape(40, 4, 3), 20, 16, DEVICE)
+    plan = pair.prepare_capture(captured.shape, captured.tables)
+    for seed, (decode_lens, chunk_lens) in enumerate(MIXED_STEPS[:2]):
+        case = mixed(spec, decode_lens, chunk_lens, seed=seed)
+        pair.prepare_replay(plan, captured.fill(case, dummy_page=int(case.batch.page_table[0, 0])))
+        pair.convert(plan)
+        q = torch.cat((case.q, case.q.new_zeros(40 - len(case.q), 4, 64)))
+        check(*pair.forward(q, case.layer_kv, plan, spec, return_lse=True), case, spec)
+
+
+def test_a_half_plans_nothing_else() -> None:
+    spec = make_spec(4, 2, 64)
+    case = mixed(spec, [9], [(7, 7)])
+    refusals: dict[Phase, str] = {
+        "decode": "cake: it was built for decodes only, not for 1 chunks",
+        "prefill": "cake: it was built for chunks only, not for 1 decodes",
+    }
+    for phase, words in refusals.items():
+        half = make_backend(spec, phases=(phase,))
+        assert (half.captures_decodes, half.captures_chunks) == (phase == "decode", phase == "prefill")
+        with pytest.raises(ValueError, match=words):
+            half.plan(case.batch)
 
 
 def test_the_choice_is_logged_with_its_reasons(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     make_backend(make_spec(4, 2, 128), make_spec(4, 2, 80))
-    first, second = (record.getMessage() for record in caplog.records)
+    first, second, third, fourth = (record.getMessage() for record in caplog.records)
     assert first == (
         "cake: decode-16-d128 for head_dim 128, up to 8 sequences (decode-16-d64-short, decode-16-d64: it knows "
         "head_dim 64, not 128; decode-16-d128-short: it serves queries that see 128 keys at most, not 8192)"
@@ -136,20 +283,18 @@ def test_the_choice_is_logged_with_its_reasons(caplog: pytest.LogCaptureFixture)
     assert second.startswith(
         "cake: decode-plain for head_dim 80, up to 8 sequences (decode-16-d64-short, decode-16-d64: it knows head_dim "
     )
-
-
-def test_chunks_are_not_planned() -> None:
-    spec = make_spec(4, 2, 64)
-    case = make_case(spec, [1, 7], [9, 7], 1, dtype=BF16, device=DEVICE)
-    with pytest.raises(ValueError, match="cake: it plans decodes only, not 1 chunks"):
-        make_backend(spec).plan(case.batch)
+    assert (
+        third == "cake: prefill-16-d128 for chunks, head_dim 128 (prefill-16-d64: it knows head_dim 1 to 64, not 128)"
+    )
+    assert fourth == "cake: prefill-16-d128 for chunks, head_dim 80 (prefill-16-d64: it knows head_dim 1 to 64, not 80)"
 
 
 REFUSALS: list[tuple[dict[str, Any], Phase, str]] = [
     ({"device_type": "cpu"}, "decode", "CUDA device only, not on cpu"),
     ({"capability": (7, 5)}, "decode", "compute capability 8.0 or more, not 7.5"),
     ({"capability": (13, 0)}, "decode", "it has no launches for compute capability 13.0, only for 8.0, 8.6"),
-    ({}, "prefill", "it has kernels for decodes only"),
+    ({"kv_dtype": FP8, "capability": (8, 0)}, "prefill", "float8_e4m3fn needs a GPU of compute capability 8.9 or more"),
+    ({"cake_variants": ("prefill-8-d64",)}, "prefill", "prefill-8-d64 is pinned: it does not read bfloat16"),
     ({"page_size": 512}, "decode", "page_size up to 256, not 512"),
     ({"kv_dtype": torch.float16}, "decode", "does not read float16 with queries in bfloat16"),
     ({"kv_dtype": FP8, "capability": (8, 0)}, "decode", "float8_e4m3fn needs a GPU of compute capability 8.9 or more"),
@@ -159,12 +304,13 @@ REFUSALS: list[tuple[dict[str, Any], Phase, str]] = [
 @pytest.mark.parametrize(("change", "phase", "words"), REFUSALS)
 def test_refusals(change: dict[str, Any], phase: Phase, words: str) -> None:
     problem = dataclasses.replace(make_problem("cuda", BF16), capability=(9, 0))
-    assert CakeBackend.refuse(problem, "decode") is None
+    assert CakeBackend.refuse(problem, phase) is None
     assert words in str(CakeBackend.refuse(dataclasses.replace(problem, **change), phase))
 
 
 def test_a_kind_that_no_variant_serves_is_refused() -> None:
     problem = dataclasses.replace(make_problem("cuda", BF16, head_dim=576), capability=(9, 0))
-    assert CakeBackend.refuse(problem, "decode") == "it knows head_dim 1 to 512, not 576"
-    with pytest.raises(ValueError, match="no variant serves"):
-        CakeBackend(problem, torch.device("cpu"))
+    for phase in PHASES:
+        assert CakeBackend.refuse(problem, phase) == "it knows head_dim 1 to 512, not 576"
+        with pytest.raises(ValueError, match="no variant serves"):
+            CakeBackend(problem, torch.device("cpu"), (phase,))

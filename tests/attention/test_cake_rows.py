@@ -99,7 +99,8 @@ def test_a_model_takes_another_row_for_larger_steps() -> None:
     for key_lens, name in (([40, 7, 70, 3], names[0]), ([40, 7, 70, 3, 16], names[1])):
         case = make_case(spec, [1] * len(key_lens), key_lens, len(key_lens), dtype=torch.bfloat16, device=DEVICE)
         plan = backend.plan(case.batch)
-        assert plan.launches[spec.kind] == launches[name]
+        assert plan.decodes is not None
+        assert plan.decodes.launches[spec.kind] == launches[name]
         output, _ = backend.forward(case.q, case.layer_kv, plan, spec)
         torch.testing.assert_close(output.double().cpu(), dense_attention(case, spec)[0], rtol=2e-2, atol=2e-2)
 

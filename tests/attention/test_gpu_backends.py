@@ -189,10 +189,11 @@ def test_captured_mixed_steps(setting: str, num_heads: int) -> None:
         assert rest.isnan().all(), "tokens of no sequence are left alone"
 
 
-def test_captured_mixed_steps_with_8_bit_pages_and_with_windows() -> None:
+@pytest.mark.parametrize("setting", ["fi", "cake", "fi,cake", "cake,fi"])
+def test_captured_mixed_steps_with_8_bit_pages_and_with_windows(setting: str) -> None:
     for spec, options in ((make_spec(32, 8, 128), FP8), (make_spec(32, 8, 128, sliding_window=100), {})):
         cases = mixed_steps(spec, **options)[:8]
-        run = CapturedRun(build("fi", cases[0], spec), CaptureShape(512, 64, 32), cases, spec, return_lse=True)
+        run = CapturedRun(build(setting, cases[0], spec), CaptureShape(512, 64, 32), cases, spec, return_lse=True)
         for case in cases:
             run.replay(case)
 
@@ -239,7 +240,33 @@ CAKE_OPTIONS: list[dict[str, Any]] = [{}, {"sliding_window": 100}, {"softcap": 5
 def test_sinks_of_cake(num_heads: int, head_dim: int, option: dict[str, Any]) -> None:
     sinks = torch.linspace(-4, 8, num_heads, device="cuda")
     spec = make_spec(num_heads, 8, head_dim, sinks=sinks, **option)
-    run_eagerly("torch,cake", make_case(spec, [1] * 5, LENS, 5, dtype=BF16, device="cuda"), spec)
+    query_lens, key_lens = [1] * len(LENS) + CHUNKS[0], LENS + CHUNKS[1]
+    run_eagerly("cake", make_case(spec, query_lens, key_lens, len(LENS), dtype=BF16, device="cuda"), spec)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("options", [{}, FP8], ids=["16 bits", "8 bits"])
+def test_chunks_of_cake(options: dict[str, Any], head_dim: int, page_size: int) -> None:
+    """Lengths at the edges of tiles and blocks of 128, 64 and 32, in windows and without."""
+    query_lens, key_lens = [1, 31, 32, 33, 128, 129, 700], [257, 31, 160, 129, 128, 4000, 700]
+    for group, window in ((4, None), (3, 200), (1, None)):
+        spec = make_spec(group * 2, 2, head_dim, sliding_window=window)
+        case = make_case(spec, query_lens, key_lens, 0, page_size=page_size, dtype=BF16, device="cuda", **options)
+        run_eagerly("cake", case, spec)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 128), (torch.float16, 128), (BF16, 320), (BF16, 512)])
+def test_dtypes_and_large_heads_of_cake(dtype: torch.dtype, head_dim: int) -> None:
+    spec = make_spec(8, 2, head_dim)
+    run_eagerly("cake", make_case(spec, [1, 1, 40, 200], [9, 400, 40, 500], 2, dtype=dtype, device="cuda"), spec)
+
+
+def test_a_long_prompt_of_cake() -> None:
+    """Whole, and its last part behind what is cached."""
+    spec = make_spec(32, 8, 128)
+    for size in (([8192], [8192]), ([512], [20_000])):
+        run_eagerly("cake", make_case(spec, *size, 0, dtype=BF16, device="cuda"), spec)
 
 
 @pytest.mark.parametrize("window", [None, 128])
@@ -271,8 +298,9 @@ def test_cake_over_what_others_left_in_its_workspace() -> None:
             assert isinstance(backend, CakeBackend)
             outputs = []
             for dirt in (torch.nan, torch.inf):
-                backend._partials.outs.fill_(dirt)
-                backend._partials.lses.fill_(dirt)
+                assert backend._decodes is not None
+                backend._decodes._partials.outs.fill_(dirt)
+                backend._decodes._partials.lses.fill_(dirt)
                 plan = backend.plan(case.batch)
                 output, lse = backend.forward(case.q, case.layer_kv, plan, spec, return_lse=True)
                 check(output, lse, case, spec, backend)

@@ -11,12 +11,16 @@ MAX_PAGE_SIZE = 256
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """N sequences with one query each; int32 on the device, read there only."""
+    """N sequences with one query each, or as ``cu_query_lens`` tells; int32 on the device, read there only.
+
+    Queries are the last tokens of their sequence.
+    """
 
     page_table: Tensor  # [R, W]; a row's entries past its keys are never read
     rows: Tensor  # [N] into page_table
-    key_lens: Tensor  # [N] at least 1, the query's own key included
+    key_lens: Tensor  # [N] the queries' own keys included; at least 1 where there is a query
     page_size: int
+    cu_query_lens: Tensor | None = None  # [N + 1] the token at which each sequence's queries start; None: one each
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,9 @@ class ScoreRules:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One layer's decodes: q [N, H, D], whose rows are dense, to ``out`` [N, H, D], contiguous.
+    """One layer's queries [T, H, D], whose rows are dense, to ``out`` [T, H, D], contiguous; a token is a row of both.
 
-    ``lse`` [N, H] float32, if there is one, gets the natural log-sum-exp, sinks included.
+    ``lse`` [T, H] float32, if there is one, gets the natural log-sum-exp, sinks included.
     """
 
     q: Tensor
@@ -58,14 +62,14 @@ class AttentionCall:
 
     def check(self) -> None:
         """Raise ValueError, with the parameter's name, for what no kernel here serves."""
-        num_seqs, num_heads, head_dim = self.q.shape
+        num_tokens, num_heads, head_dim = self.q.shape
         keys, values, page_size = self.pages.keys, self.pages.values, self.batch.page_size
         if self.q.stride()[1:] != (head_dim, 1):
             raise ValueError(f"q: heads of a token must be dense, not of strides {self.q.stride()[1:]}")
         if self.out.shape != self.q.shape or not self.out.is_contiguous() or self.out.dtype != self.q.dtype:
             raise ValueError(f"out: must be contiguous, {tuple(self.q.shape)} in {self.q.dtype}, as q is")
         if self.lse is not None and not (self.lse.shape == self.q.shape[:2] and self.lse.is_contiguous()):
-            raise ValueError(f"lse: must be contiguous, [{num_seqs}, {num_heads}]")
+            raise ValueError(f"lse: must be contiguous, [{num_tokens}, {num_heads}]")
         if keys.shape != values.shape or keys.stride() != values.stride() or keys.dtype != values.dtype:
             raise ValueError("values: must be of the shape, strides and dtype of keys")
         if keys.shape[1] != page_size or keys.shape[3] != head_dim or keys.stride(3) != 1:
@@ -79,8 +83,12 @@ class AttentionCall:
             raise ValueError(f"q: {num_heads} heads are no multiple of {keys.shape[2]} KV heads")
         if not 1 <= page_size <= MAX_PAGE_SIZE:
             raise ValueError(f"page_size: must be 1 to {MAX_PAGE_SIZE}, not {page_size}")
+        num_seqs, starts = num_tokens, self.batch.cu_query_lens
+        if starts is not None:
+            num_seqs = len(starts) - 1
         if len(self.batch.rows) != num_seqs or len(self.batch.key_lens) != num_seqs:
-            raise ValueError(f"rows, key_lens: must be of {num_seqs} sequences, as q is")
+            source = "q" if starts is None else "cu_query_lens"
+            raise ValueError(f"rows, key_lens: must be of {num_seqs} sequences, as {source} is")
         if self.batch.page_table.stride(1) != 1:
             raise ValueError("page_table: entries of a row must be dense")
 

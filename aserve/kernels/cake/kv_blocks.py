@@ -24,6 +24,45 @@ def find_offsets(
 
 
 @triton.jit
+def load_pages(table_row, first, stop, BLOCK_LEN: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Return the pages of BLOCK_LEN positions from ``first`` on, or the one page of all; those from ``stop`` on have 0.
+
+    ``first`` is a multiple of BLOCK_LEN.
+    """
+    if PAGE_SIZE % BLOCK_LEN == 0:
+        return tl.load(table_row + first // PAGE_SIZE, mask=first < stop, other=0)
+    else:
+        positions = first + tl.arange(0, BLOCK_LEN)
+        if BLOCK_LEN % PAGE_SIZE == 0:
+            entries = first // PAGE_SIZE + tl.arange(0, BLOCK_LEN) // PAGE_SIZE
+        else:
+            entries = positions // PAGE_SIZE
+        return tl.load(table_row + entries, mask=positions < stop, other=0)
+
+
+@triton.jit
+def find_offsets_in(
+    pages,
+    first,
+    kv_head,
+    BLOCK_LEN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+):
+    """Return the same as ``find_offsets`` for the positions whose ``pages`` have been loaded."""
+    places = tl.arange(0, BLOCK_LEN)
+    if PAGE_SIZE % BLOCK_LEN == 0:
+        places = first % PAGE_SIZE + places
+    elif BLOCK_LEN % PAGE_SIZE == 0:  # the same in each block
+        places = places % PAGE_SIZE
+    else:
+        places = (first + places) % PAGE_SIZE
+    return pages.to(tl.int64) * PAGE_STRIDE + (places * TOKEN_STRIDE + kv_head * HEAD_STRIDE)
+
+
+@triton.jit
 def load_block(stored, offsets, is_key, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
     """Return keys or values [L, WIDTH] in ``DTYPE``, not yet scaled, with zeros past HEAD_DIM.
 

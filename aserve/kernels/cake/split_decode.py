@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from aserve.kernels.cake.attention_call import AttentionCall
 from aserve.kernels.cake.decode_schedule import UNBOUNDED, DecodeSchedule
+from aserve.kernels.cake.factors import factor_dtype
 from aserve.kernels.cake.split_decode_kernels import merge_decode, split_decode
 from aserve.kernels.cake.split_launch import SplitLaunch, group_tile
 
@@ -71,7 +70,7 @@ def run_split_decode(
         GROUP_TILE=group_tile(group),
         BLOCK_LEN=launch.block_len,
         MIN_UNITS=launch.min_units,
-        FACTOR=_factor_dtype(call.q.dtype, pages.keys.dtype),
+        FACTOR=factor_dtype(call.q.dtype, pages.keys.dtype),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
@@ -97,13 +96,3 @@ def run_split_decode(
         MIN_UNITS=launch.min_units,
         num_warps=4,
     )
-
-
-def _factor_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> tl.dtype:
-    """Return the dtype of the factors of matrix products.
-
-    Triton's interpreter multiplies no bfloat16. A GPU has no instruction from e4m3 to bfloat16, but one to float16.
-    """
-    if triton.knobs.runtime.interpret:
-        return tl.float32
-    return tl.bfloat16 if dtype == kv_dtype == torch.bfloat16 else tl.float16

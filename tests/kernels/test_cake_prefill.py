@@ -1,0 +1,242 @@
+"""The cake family's paged prefill against dense attention in float64: on a GPU, or on the CPU under the interpreter."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from doubles_attention import PagedCase, dense_attention, make_case, make_spec
+
+from aserve.attention.base import AttentionSpec
+from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
+from aserve.kernels.cake.paged_prefill import PrefillLaunch, run_prefill
+from aserve.kernels.cake.prefill_tiles import PrefillTiles, fill_tiles
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP8 = torch.float8_e4m3fn
+LAUNCH = PrefillLaunch(tile_rows=32, block_len=16, num_warps=4, num_stages=2)
+HEAD_SCALES = (torch.tensor([0.25, 2.0], device=DEVICE), torch.tensor([0.5, 1.5], device=DEVICE))
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def chunks(spec: AttentionSpec, sizes: list[tuple[int, int]], **options: Any) -> PagedCase:
+    """A case of chunks, each of so many queries and keys."""
+    query_lens, key_lens = (list(lens) for lens in zip(*sizes, strict=True))
+    return make_case(spec, query_lens, key_lens, 0, device=DEVICE, **options)
+
+
+def make_call(case: PagedCase, spec: AttentionSpec, *, has_lse: bool = True) -> AttentionCall:
+    batch, pool = case.batch, case.layer_kv
+    rows = torch.arange(len(batch.key_lens), dtype=torch.int32, device=DEVICE)
+    lse = torch.full(case.q.shape[:2], torch.nan, device=DEVICE) if has_lse else None
+    return AttentionCall(
+        q=case.q,
+        out=torch.full_like(case.q, torch.nan),
+        lse=lse,
+        pages=KVPages(pool.key, pool.value, pool.key_scale, pool.value_scale),
+        batch=PagedBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size, batch.cu_query_lens),
+        rules=ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks),
+    )
+
+
+def run(call: AttentionCall, launch: PrefillLaunch = LAUNCH) -> None:
+    """With dirt where the tiles will be told."""
+    call.check()
+    starts = call.batch.cu_query_lens
+    assert starts is not None
+    tiles = PrefillTiles.allocate(len(call.q), len(starts) - 1, call.group, launch.tile_rows, call.q.device)
+    tiles.chunks.fill_(77)
+    tiles.first_rows.fill_(-77)
+    fill_tiles(tiles, starts, group=call.group)
+    run_prefill(call, launch, tiles)
+
+
+def check(call: AttentionCall, case: PagedCase, spec: AttentionSpec) -> None:
+    expected, expected_lse = dense_attention(case, spec)
+    tolerance = TOLERANCES[case.q.dtype]
+    torch.testing.assert_close(call.out.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    if call.lse is not None:
+        lse_tolerance = min(tolerance, 1e-3) if case.q.dtype != torch.float32 else 1e-5
+        torch.testing.assert_close(call.lse.double().cpu(), expected_lse, rtol=lse_tolerance, atol=lse_tolerance)
+
+
+EDGES = [(1, 1), (1, 40), (15, 15), (16, 16), (17, 17), (3, 16), (2, 17), (11, 32), (33, 33), (12, 45)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes"), [(torch.float32, EDGES), (torch.float16, EDGES[:2]), (torch.bfloat16, EDGES[-2:])]
+)
+def test_chunks_at_the_edges_of_blocks_and_tiles(dtype: torch.dtype, sizes: list[tuple[int, int]]) -> None:
+    spec = make_spec(3, 1, 64)
+    case = chunks(spec, sizes, dtype=dtype)
+    call = make_call(case, spec)
+    run(call)
+    check(call, case, spec)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 8, 16, 32, 256])
+def test_page_sizes(page_size: int) -> None:
+    """Pages that are parts of a block, one block, several, and neither."""
+    spec = make_spec(2, 1, 64)
+    case = chunks(spec, [(1, 33), (9, 40)], page_size=page_size)
+    call = make_call(case, spec)
+    run(call)
+    check(call, case, spec)
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (3, 256), (8, 128), (17, 64), (40, 16)])
+def test_groups_and_head_sizes(group: int, head_dim: int) -> None:
+    """Groups of more heads than a tile has rows, too."""
+    spec = make_spec(group, 1, head_dim)
+    case = chunks(spec, [(7, 19)])
+    call = make_call(case, spec)
+    run(call)
+    check(call, case, spec)
+
+
+@pytest.mark.parametrize("head_dim", [8, 72, 300])
+def test_head_sizes_that_are_no_power_of_two(head_dim: int) -> None:
+    spec = make_spec(2, 1, head_dim, sinks=torch.zeros(2, device=DEVICE), softcap=1.0)
+    case = chunks(spec, [(20, 33), (1, 1)])
+    call = make_call(case, spec)
+    run(call)
+    check(call, case, spec)
+
+
+SINKS = torch.tensor([-1.0, 0.5, 3.0, 40.0], device=DEVICE)
+RULES: list[dict[str, Any]] = [
+    {"sliding_window": 1},
+    {"sliding_window": 16},
+    {"sliding_window": 21},
+    {"softcap": 0.5},
+    {"sinks": SINKS},
+    {"sliding_window": 37, "softcap": 2.0, "sinks": SINKS},
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=lambda rules: "-".join(rules))
+def test_windows_caps_and_sinks(rules: dict[str, Any]) -> None:
+    spec = make_spec(4, 1, 64, **rules)
+    case = chunks(spec, [(1, 60), (37, 37), (16, 48)])
+    call = make_call(case, spec, has_lse="softcap" not in rules)
+    run(call)
+    check(call, case, spec)
+
+
+def test_keys_outside_the_window_are_not_read() -> None:
+    """Pages of keys that no query of a chunk sees are given back and may hold anything."""
+    spec = make_spec(2, 1, 64, sliding_window=20)
+    case = chunks(spec, [(9, 90)])
+    call = make_call(case, spec)
+    for pages in (case.layer_kv.key, case.layer_kv.value):
+        pages[case.batch.page_table[0, :3].long()] = torch.nan  # keys 0 to 47; the first query sees 62
+        pages[case.batch.page_table[0, 3].long(), :14] = torch.nan
+    run(call)
+    check(call, case, spec)
+
+
+def test_8_bit_pages() -> None:
+    """Scales of a layer, and of each KV head."""
+    spec = make_spec(4, 2, 64)
+    for scales in ((0.25, 0.5), HEAD_SCALES):
+        case = chunks(spec, [(16, 32), (5, 5)], dtype=torch.bfloat16, kv_dtype=FP8, scales=scales)
+        call = make_call(case, spec)
+        run(call)
+        check(call, case, spec)
+
+
+def test_pages_of_the_highest_index() -> None:
+    spec = make_spec(2, 1, 64)
+    case = chunks(spec, [(20, 47)], num_pages=3000)
+    assert int(case.batch.page_table.max()) >= 2990
+    call = make_call(case, spec)
+    run(call)
+    check(call, case, spec)
+
+
+def test_rows_of_the_table_queries_and_chunks_may_stand_anywhere() -> None:
+    """As in a captured step: the first tokens are decodes', the last padding, between chunks there are empty ones."""
+    spec = make_spec(4, 2, 64)
+    case = chunks(spec, [(20, 40), (9, 9), (1, 17)])
+    call = make_call(case, spec)
+    wide = torch.full((40, 8, 64), torch.nan, device=DEVICE)
+    wide[3:33, :4] = case.q
+    table = torch.full((9, 5), 10**6, dtype=torch.int32, device=DEVICE)
+    rows = torch.tensor([7, 8, 2, 5, 8], dtype=torch.int32, device=DEVICE)
+    table[[7, 2, 5], 1 : 1 + case.batch.page_table.shape[1]] = case.batch.page_table
+    batch = PagedBatch(
+        table[:, 1:],
+        rows,
+        torch.tensor([40, 0, 9, 17, 0], dtype=torch.int32, device=DEVICE),
+        16,
+        torch.tensor([3, 23, 23, 32, 33, 33], dtype=torch.int32, device=DEVICE),
+    )
+    out, lse = torch.full((40, 4, 64), torch.nan, device=DEVICE), torch.full((40, 4), torch.nan, device=DEVICE)
+    run(dataclasses.replace(call, q=wide[:, :4], out=out, lse=lse, batch=batch))
+    check(dataclasses.replace(call, out=out[3:33], lse=lse[3:33]), case, spec)
+    others = [0, 1, 2, *range(33, 40)]
+    assert out[others].isnan().all(), "tokens of no chunk are left alone"
+    assert lse[others].isnan().all()
+
+
+def test_pages_with_heads_before_tokens() -> None:
+    spec = make_spec(4, 2, 64)
+    case = chunks(spec, [(9, 40), (17, 17)])
+    call = make_call(case, spec)
+    keys, values = (
+        pages.transpose(1, 2).contiguous().transpose(1, 2) for pages in (call.pages.keys, call.pages.values)
+    )
+    call = dataclasses.replace(call, pages=KVPages(keys, values))
+    run(call)
+    check(call, case, spec)
+
+
+def test_what_the_kernel_does_not_serve_is_refused_by_name() -> None:
+    spec = make_spec(4, 2, 64)
+    call = make_call(chunks(spec, [(9, 40)]), spec)
+    tiles = PrefillTiles.allocate(9, 1, 2, 32, call.q.device)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"batch": dataclasses.replace(call.batch, cu_query_lens=None)}, "cu_query_lens: must tell"),
+        ({"rules": ScoreRules(-1.0)}, "scale: must be positive, not -1.0"),
+    ]
+    for change, words in changes:
+        with pytest.raises(ValueError, match=words):
+            run_prefill(dataclasses.replace(call, **change), LAUNCH, tiles)
+    with pytest.raises(ValueError, match="tiles: must be of 64 rows, not 32"):
+        run_prefill(call, dataclasses.replace(LAUNCH, tile_rows=64), tiles)
+    batch = dataclasses.replace(call.batch, rows=call.batch.rows[:0])
+    with pytest.raises(ValueError, match="rows, key_lens: must be of 1 sequences, as cu_query_lens is"):
+        dataclasses.replace(call, batch=batch).check()
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "group", "tile_rows", "min_query_len"),
+    [
+        ([1], 1, 32, 1),
+        ([0], 3, 32, 1),
+        ([0, 0, 33, 0, 1, 3, 4], 3, 32, 1),
+        ([0, 0, 33, 0, 1, 3, 4], 3, 32, 4),
+        ([300], 40, 16, 1),
+        ([5] * 130, 1, 32, 1),
+        ([32, 64, 31, 65], 1, 32, 32),
+    ],
+    ids=["one query", "nothing", "empty chunks", "short chunks", "one chunk", "many", "edges"],
+)
+def test_tiles_cover_each_row_once_the_last_of_a_chunk_first(
+    query_lens: list[int], group: int, tile_rows: int, min_query_len: int
+) -> None:
+    tiles = PrefillTiles.allocate(sum(query_lens), len(query_lens), group, tile_rows, torch.device(DEVICE))
+    tiles.chunks.fill_(77)
+    tiles.first_rows.fill_(-77)
+    starts = torch.tensor([7, *query_lens], dtype=torch.int32, device=DEVICE).cumsum(0, dtype=torch.int32)
+    fill_tiles(tiles, starts, group=group, min_query_len=min_query_len)
+    expected = [
+        (chunk, first_row)
+        for chunk, query_len in enumerate(query_lens)
+        if query_len >= min_query_len
+        for first_row in reversed(range(0, query_len * group, tile_rows))
+    ]
+    given = list(zip(tiles.chunks.tolist(), tiles.first_rows.tolist(), strict=True))
+    assert given[: len(expected)] == expected
+    assert all(chunk == -1 for chunk, _ in given[len(expected) :])
+    assert tiles.num_bytes == 8 * len(given)

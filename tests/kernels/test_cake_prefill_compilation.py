@@ -1,0 +1,48 @@
+"""What the compiler makes of the cake family's prefill for a Hopper GPU, for which none is needed."""
+
+from pathlib import Path
+
+import pytest
+from doubles_hopper import compile_by
+
+from aserve.kernels.cake.architectures import SHARED_BYTES
+from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS
+
+SCRIPT = Path(__file__).with_name("hopper_compile_cake_prefill.py")
+ROWS = {row.name: row for row in PREFILL_VARIANTS}
+USUAL = ("prefill-16-d64+", "prefill-16-d128", "prefill-8-d256")
+OTHERS = sorted({f"{name}{end}" for name in ROWS for end in ("", "+")} - set(USUAL))
+
+
+def check(asked: tuple[str, ...], cache: Path) -> None:
+    """Compile the rows, each for three steps, and look at what came of it."""
+    reports = compile_by(SCRIPT, cache, *asked)
+    kernels = {name: [line for line in reports if line["asked"] == name] for name in asked}
+    for name, lines in kernels.items():
+        assert [line["kernel"] for line in lines] == ["_fill_tiles", "paged_prefill"] * 3
+        assert not any(line["is_new"] for line in lines[2:]), "another step compiles nothing"
+        line, row = lines[1], ROWS[name.rstrip("+")]
+        allowed = 8 if name == "prefill-8-d256+" else 0  # two registers of the masked turns
+        assert line["spilled_bytes"] <= allowed, line
+        if row.launch is None:
+            assert line["shared_bytes"] <= min(SHARED_BYTES.values()), "it fits any GPU"
+            continue
+        assert line["group_products"], "warp groups multiply"
+        assert not line["warp_products"], line
+        assert not line["roundings"], "8 bits become 16 in one instruction"
+        assert line["copies"].count("10") >= 8, "16 bytes at a time, in hexadecimal"
+        num_loops = 3 if name.endswith("+") else 2
+        ahead = [turns for turns in line["turns_ahead"] if turns]
+        assert ahead == [row.launch.num_stages - 2] * num_loops, "keys and values are under way while others are used"
+        bound = row.launch.shared_bytes(row.head_dims[-1], 4, row.dtypes[-1][1].itemsize)
+        assert line["shared_bytes"] <= bound <= SHARED_BYTES[9, 0]
+
+
+def test_rows_compile_to_products_of_warp_groups_without_spilling(tmp_path: Path) -> None:
+    check(USUAL, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("asked", OTHERS)
+def test_all_rows_with_and_without_rules_do(asked: str, tmp_path: Path) -> None:
+    check((asked,), tmp_path)
