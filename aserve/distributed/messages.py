@@ -7,6 +7,7 @@ from msgspec import Struct, msgpack
 
 from aserve.config import EngineConfig
 from aserve.model_files import ModelFiles
+from aserve.request import GrammarSpec
 from aserve.scheduler.limits import Limits
 from aserve.scheduler.plan import StepPlan
 
@@ -33,6 +34,12 @@ class Execute(Struct, tag=True, frozen=True):
     plan: StepPlan
 
 
+class PrepareGrammar(Struct, tag=True, frozen=True):
+    """Rank 0: compile this, beside the steps; a request will come with it."""
+
+    grammar: GrammarSpec
+
+
 class Close(Struct, tag=True, frozen=True):
     """Rank 0: finish what was launched and end."""
 
@@ -47,6 +54,10 @@ class Ready(Struct, tag=True, frozen=True):
     limits: Limits
 
 
+class Prepared(Struct, tag=True, frozen=True):
+    """Another rank: the grammar is compiled, or refused."""
+
+
 class Executed(Struct, tag=True, frozen=True):
     """Another rank: the next step is done; the hash of it and of all before it."""
 
@@ -59,8 +70,9 @@ class Failed(Struct, tag=True, frozen=True):
     message: str
 
 
-Order = Setup | WarmUp | Execute | Close
-Report = Started | Ready | Executed | Failed
+Order = Setup | WarmUp | Execute | PrepareGrammar | Close
+Milestone = Started | Ready | Prepared
+Report = Milestone | Executed | Failed
 
 
 def _encode_path(value: Any) -> str:

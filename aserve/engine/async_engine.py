@@ -145,7 +145,7 @@ class AsyncEngine:
             max_queued_requests=self.config.max_queued_requests,
             num_waiting=lambda: scheduler.num_waiting,
         )
-        self._grammars = GrammarQueue(parts.compiler)
+        self._grammars = GrammarQueue(parts.compiler, parts.runner)
         self._check = RequestCheck(limits)
         self._steps = StepLoop(
             scheduler, parts.runner, self.metrics, trace, overlap=self.config.overlap, tuning=self._tuning

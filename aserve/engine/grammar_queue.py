@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aserve.errors import CapacityError, ClientError
 from aserve.request import GrammarSpec
+from aserve.runner.base import ModelRunner
 from aserve.structured.compile import GrammarCompiler
 from aserve.structured.trial import GrammarTrial
 
@@ -14,8 +15,10 @@ MAX_PENDING = 64
 class GrammarQueue:
     """One thread that compiles what is not at hand, in the order of arrival; what clients wrote is tried first."""
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
+    def __init__(self, compiler: GrammarCompiler, runner: ModelRunner) -> None:
+        """``runner`` may have ranks that compile for themselves."""
         self._compiler = compiler
+        self._runner = runner
         self._trial: GrammarTrial | None = None  # made when first needed
         self._num_pending = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aserve-grammar")
@@ -23,7 +26,8 @@ class GrammarQueue:
     async def compile(self, spec: GrammarSpec) -> None:
         """Return once ``spec`` is at hand.
 
-        Raises ClientError if it cannot be used, CapacityError if too many others wait.
+        Raises ClientError if it cannot be used, CapacityError if too many others wait, EngineDeadError if a rank that
+        compiles it, too, is lost.
         """
         if self._compiler.find(spec) is not None:
             return
@@ -52,4 +56,5 @@ class GrammarQueue:
             except ClientError as error:
                 self._compiler.refuse(spec, error)
                 raise
+        self._runner.prepare_grammar(spec)
         self._compiler.compile(spec)

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from aserve.request import GrammarSpec
 from aserve.scheduler.limits import Limits
 from aserve.scheduler.plan import StepPlan, StepTokens
 
@@ -44,6 +45,12 @@ class ModelRunner(ABC):
 
     def watch(self, on_failure: Callable[[Exception], None]) -> None:  # noqa: B027 - most fail only with a step
         """Call ``on_failure``, from any thread, when the runner becomes unusable, even while no step is launched."""
+
+    def prepare_grammar(self, grammar: GrammarSpec) -> None:  # noqa: B027 - most take what the engine compiles
+        """Block until every process that needs ``grammar`` compiled has it so; from one thread, beside other calls.
+
+        Raises EngineDeadError if one is lost.
+        """
 
     @abstractmethod
     def warm_up(self) -> None:

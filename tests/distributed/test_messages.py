@@ -14,6 +14,8 @@ from aserve.distributed.messages import (
     Executed,
     Failed,
     Order,
+    Prepared,
+    PrepareGrammar,
     Ready,
     Report,
     Setup,
@@ -65,6 +67,7 @@ TOKENS = StepTokens(9, [42], errors={}, ended=[])
         ),
         Execute(PLAN),
         WarmUp(),
+        PrepareGrammar(GrammarSpec("json_object")),
         Close(),
     ],
 )
@@ -73,7 +76,8 @@ def test_orders_arrive_as_they_were_given(order: Order) -> None:
 
 
 @pytest.mark.parametrize(
-    "report", [Started(), Ready(Limits(99, 64, 8, 32, 10, 4, None, 0.5)), Executed(b"\0\xff"), Failed("so it is")]
+    "report",
+    [Started(), Prepared(), Ready(Limits(99, 64, 8, 32, 10, 4, None, 0.5)), Executed(b"\0\xff"), Failed("so it is")],
 )
 def test_reports_arrive_as_they_were_given(report: Report) -> None:
     assert decode_report(encode(report)) == report

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from aserve.distributed.messages import Close, Executed, Failed, Order, Ready, Started
+from aserve.distributed.messages import Close, Executed, Failed, Milestone, Order
 from aserve.distributed.rank_process import RankProcess
 from aserve.errors import EngineDeadError
 from aserve.runner.ranks.step_agreement import StepAgreement
@@ -28,7 +28,7 @@ class OtherRanks:
         self._processes = processes
         self._agreement = agreement
         self._on_loss = on_loss
-        self._milestones: queue.SimpleQueue[Started | Ready | EngineDeadError] = queue.SimpleQueue()
+        self._milestones: queue.SimpleQueue[Milestone | EngineDeadError] = queue.SimpleQueue()
         self._is_closing = False
         self._threads = [
             threading.Thread(target=self._listen, args=(process,), name=f"aserve-rank-{process.rank}", daemon=True)
@@ -37,8 +37,8 @@ class OtherRanks:
         for thread in self._threads:
             thread.start()
 
-    def await_milestone(self) -> list[Started | Ready]:
-        """Wait until each rank has said that it has started or, the next time, that it is ready.
+    def await_milestone(self) -> list[Milestone]:
+        """Wait until each rank has said once more that it is done: started, then ready, then with what was to prepare.
 
         Raises EngineDeadError if one fails instead.
         """

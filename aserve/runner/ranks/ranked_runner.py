@@ -6,8 +6,9 @@ from functools import partial
 from tempfile import TemporaryDirectory
 
 from aserve.distributed.group import RankGroup
-from aserve.distributed.messages import Execute, WarmUp
+from aserve.distributed.messages import Execute, PrepareGrammar, WarmUp
 from aserve.distributed.step_digest import StepDigest
+from aserve.request import GrammarSpec
 from aserve.runner.base import ModelRunner
 from aserve.runner.ranks.other_ranks import OtherRanks
 from aserve.runner.ranks.step_agreement import StepAgreement
@@ -62,6 +63,10 @@ class RankedRunner(ModelRunner):
         except Exception as error:
             raise self._agreement.fail(error)  # noqa: B904 - most often the same
         return future
+
+    def prepare_grammar(self, grammar: GrammarSpec) -> None:
+        self._others.broadcast(PrepareGrammar(grammar))
+        self._others.await_milestone()
 
     def warm_up(self) -> None:
         self._others.broadcast(WarmUp())

@@ -12,8 +12,6 @@ import socket
 import sys
 import threading
 import time
-from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,24 +19,11 @@ import torch
 from aserve.distributed.channel import Channel
 from aserve.distributed.context_shard import ContextShard
 from aserve.distributed.group import RankGroup
-from aserve.distributed.messages import (
-    Close,
-    Execute,
-    Executed,
-    Failed,
-    Ready,
-    Setup,
-    Started,
-    WarmUp,
-    decode_order,
-    encode,
-)
-from aserve.distributed.step_digest import StepDigest
+from aserve.distributed.messages import Failed, Ready, Setup, Started, decode_order, encode
 from aserve.errors import AserveError, EngineDeadError
 from aserve.log import configure_logging
-from aserve.runner.base import ModelRunner
 from aserve.runner.build import build_runner
-from aserve.scheduler.plan import StepPlan, StepTokens
+from aserve.runner.ranks.follower import Follower, describe
 from aserve.structured.compile import GrammarCompiler
 from aserve.tokenizer.load import load_tokenizer
 
@@ -89,36 +74,12 @@ def _run(channel: Channel) -> None:
     group.join(Path(setup.store))
     runner = build_runner(setup.config, setup.files, frozenset(setup.eos_token_ids), compiler, group)
     channel.send(encode(Ready(runner.limits)))
+    if compiler is not None:
+        compiler.load_vocabulary()  # the first grammar would hold up every stream for it
     gc.freeze()  # a collection that visits all that was loaded would hold up every rank
-    follow(channel, runner)
+    Follower(channel, runner, compiler).follow()
     runner.close()
     group.close()
-
-
-def follow(channel: Channel, runner: ModelRunner) -> None:
-    """Do what rank 0 says until it says Close; raises EngineDeadError if it is gone before."""
-    digest = StepDigest()
-    while (message := channel.receive()) is not None:
-        match decode_order(message):
-            case Execute(plan):
-                runner.launch(plan).add_done_callback(partial(_report, channel, digest, plan))
-            case WarmUp():
-                runner.warm_up()
-            case Close():
-                return
-    raise EngineDeadError("rank 0 is gone")
-
-
-def _report(channel: Channel, digest: StepDigest, plan: StepPlan, done: "Future[StepTokens]") -> None:
-    error = done.exception()
-    report = Failed(describe(error)) if error else Executed(digest.advance(plan, done.result()))
-    with contextlib.suppress(OSError):  # rank 0 is gone, as ``follow`` notices
-        channel.send(encode(report))
-
-
-def describe(error: BaseException) -> str:
-    """Return the error's text, with its type unless it was raised on purpose."""
-    return str(error) if isinstance(error, AserveError) else f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -12,20 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 from doubles_demo_engine import complete_all, in_loop, settled_stats
-from doubles_engine import LIMITS, RecordingSink, letters, request, running_engine, until
+from doubles_engine import LIMITS, LetterTokenizer, RecordingSink, letters, request, running_engine, until
 
 from aserve.distributed.channel import Channel
 from aserve.distributed.context_shard import ContextShard
 from aserve.distributed.group import RankGroup
 from aserve.distributed.rank_process import RankProcess
-from aserve.errors import EngineDeadError
-from aserve.request import FinishReason, SamplingParams
+from aserve.errors import ClientError, EngineDeadError
+from aserve.request import FinishReason, GrammarSpec, SamplingParams
+from aserve.runner.ranks.follower import Follower
 from aserve.runner.ranks.other_ranks import OtherRanks
 from aserve.runner.ranks.ranked_runner import RankedRunner
 from aserve.runner.ranks.step_agreement import StepAgreement
-from aserve.runner.ranks.worker import end_with, follow
+from aserve.runner.ranks.worker import end_with
 from aserve.runner.scripted import Script, ScriptedRunner
 from aserve.scheduler.plan import StepTokens
+from aserve.structured.compile import GrammarCompiler
 
 
 class RankThread:
@@ -33,6 +35,7 @@ class RankThread:
 
     def __init__(self, script: Script) -> None:
         self.runner = ScriptedRunner(LIMITS, script)
+        self.compiler = GrammarCompiler(LetterTokenizer())
         ours, theirs = socket.socketpair()
         self.channel, self._their_channel, self._their_socket = Channel(ours), Channel(theirs), theirs
         self._status: int | None = None
@@ -41,7 +44,7 @@ class RankThread:
 
     def _run(self) -> None:
         try:
-            follow(self._their_channel, self.runner)
+            Follower(self._their_channel, self.runner, self.compiler).follow()
             self._status = 0
         except EngineDeadError:
             self._status = 1
@@ -106,6 +109,21 @@ async def test_every_rank_executes_what_rank_0_plans() -> None:
         assert thread.wait() == 0
     assert ranks.local.is_closed
     assert not ranks.lost
+
+
+@in_loop
+async def test_grammars_are_compiled_on_every_rank_before_their_requests_start() -> None:
+    """And one that cannot be used is refused as it always is."""
+    ranks = make_ranks(letters, letters, letters)
+    async with running_engine(ranks.runner) as engine:  # type: ignore[arg-type]
+        spec = GrammarSpec("regex", "[ab]+")
+        await engine.prepare(SamplingParams(grammar=spec))
+        assert all(thread.compiler.find(spec) is not None for thread in ranks.threads)
+        with pytest.raises(ClientError, match="regex cannot be used"):
+            await engine.prepare(SamplingParams(grammar=GrammarSpec("regex", "[ab")))
+        ranks.threads[0].kill()
+        with pytest.raises(EngineDeadError):
+            await engine.prepare(SamplingParams(grammar=GrammarSpec("regex", "[cd]+")))
 
 
 @in_loop
