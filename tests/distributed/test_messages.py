@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from doubles_engine import LIMITS
 
 from aserve.config import EngineConfig
 from aserve.distributed.messages import (
@@ -28,7 +29,6 @@ from aserve.distributed.messages import (
 from aserve.distributed.step_digest import StepDigest
 from aserve.model_files import ModelFiles
 from aserve.request import GrammarSpec, SamplingParams
-from aserve.scheduler.limits import Limits
 from aserve.scheduler.plan import RowStart, StepPlan, StepTokens
 
 PARAMS = SamplingParams(
@@ -77,7 +77,7 @@ def test_orders_arrive_as_they_were_given(order: Order) -> None:
 
 @pytest.mark.parametrize(
     "report",
-    [Started(), Prepared(), Ready(Limits(99, 64, 8, 32, 10, 4, None, 0.5)), Executed(b"\0\xff"), Failed("so it is")],
+    [Started(), Prepared(), Ready(replace(LIMITS, context_cost=0.5)), Executed(b"\0\xff"), Failed("so it is")],
 )
 def test_reports_arrive_as_they_were_given(report: Report) -> None:
     assert decode_report(encode(report)) == report
