@@ -33,6 +33,7 @@ class Case:
     overlap: bool = True
     small_pool: bool = False
     backend: str = "auto"
+    speculation: str = "none"
 
     def __str__(self) -> str:
         changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
@@ -45,6 +46,7 @@ class Case:
             "device": "cpu",
             "dtype": "float32",
             "attention_backend": self.backend,
+            "speculation": self.speculation,
             "prefix_cache": self.prefix_cache,
             "max_num_batched_tokens": self.chunk,
             "page_size": self.page_size,
@@ -93,6 +95,7 @@ def check(case: Case, make_engine: MakeEngine, reference: Reference) -> None:
     assert bool(stats.num_preemptions) == case.small_pool, "preemption is what the small pool is for"
     if not case.small_pool and (not case.batched or case.chunk < 4096):  # else all prompts start in one step
         assert bool(stats.num_prefix_tokens_hit) == case.prefix_cache, "the prompts share beginnings"
+    assert bool(stats.num_accepted_tokens) == (case.speculation != "none")
     assert {len(output) for output in outputs} == {NUM_TOKENS}
     check_greedy(reference, outputs)
 

@@ -171,7 +171,12 @@ class RandomDriver:
         chunks = [run for run in ready if not self._is_decode(run)]
         self._random.shuffle(decodes)
         self._random.shuffle(chunks)
-        drafts_of = {id(run): drafts for run in decodes if (drafts := self._guess(run))}
+        most = self._limits.max_num_drafts
+        drafts_of: dict[int, list[int]] = {}
+        for run in decodes:
+            room = None if most is None else most - sum(map(len, drafts_of.values()))
+            if drafts := self._guess(run)[:room]:
+                drafts_of[id(run)] = drafts
         decodes.sort(key=lambda run: id(run) in drafts_of)
         members = []
         for run in decodes + chunks:

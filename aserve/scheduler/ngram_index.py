@@ -12,7 +12,7 @@ class NgramIndex:
     def __init__(self, min_len: int, max_len: int) -> None:
         self.num_indexed = 0  # all runs that end among the first so many tokens are known
         self._ends: dict[int, int] = {}
-        self._lens = tuple(range(max_len, min_len - 1, -1))  # the longest match is the best
+        self._lens = tuple(range(min_len, max_len + 1))
 
     @property
     def num_entries(self) -> int:
@@ -30,12 +30,15 @@ class NgramIndex:
         return self.num_indexed - start
 
     def find(self, token_ids: list[int]) -> int | None:
-        """Return where the run that ends ``token_ids`` ended before, for the longest known one: what came there may
-        come next.
+        """Return where the run that ends ``token_ids`` ended before, for the longest known one.
+
+        What came there may come next.
         """
+        found = None
         for length in self._lens:
             run = token_ids[-length:]
             end = self._ends.get(hash(tuple(run)))
-            if end is not None and token_ids[end - length : end] == run:
-                return end
-        return None
+            if end is None or token_ids[end - length : end] != run:
+                break  # nor was a longer one, which has this one at its end
+            found = end
+        return found

@@ -87,8 +87,8 @@ async def run_with_aborts(engine: AsyncEngine, reference: Reference, seed: int) 
 
 @pytest.mark.parametrize(
     ("settings", "num_requests"),
-    [({}, 512), ({"overlap": False}, 512), ({"cuda_graphs": False}, 128)],
-    ids=["overlap", "no-overlap", "no-graphs"],
+    [({}, 512), ({"overlap": False}, 512), ({"cuda_graphs": False}, 128), ({"speculation": "ngram"}, 512)],
+    ids=["overlap", "no-overlap", "no-graphs", "drafts"],
 )
 @in_loop
 async def test_short_requests_with_aborts_and_preemption(
@@ -101,6 +101,7 @@ async def test_short_requests_with_aborts_and_preemption(
     check_greedy(short[:num_requests], outputs)
     assert stats.num_preemptions > 0
     assert stats.num_prefix_tokens_hit > 0
+    assert bool(stats.num_accepted_tokens) == ("speculation" in settings)
 
 
 def check_full_precision() -> None:
@@ -114,7 +115,7 @@ def check_full_precision() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_num_batched_tokens": 64}, {"page_size": 1}, {"prefix_cache": False}],
+    [{}, {"max_num_batched_tokens": 64}, {"page_size": 1}, {"prefix_cache": False}, {"speculation": "ngram"}],
     ids=lambda settings: ",".join(f"{name}={value}" for name, value in settings.items()) or "base",
 )
 @in_loop

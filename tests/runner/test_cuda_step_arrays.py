@@ -32,8 +32,8 @@ def plan_of(spans: list[tuple[int, int, int, bool]], num_decodes: int = 0) -> St
     return StepPlan(0, rows, computed, scheduled, sampled, num_decodes)
 
 
-def dirty_arrays() -> Fields:
-    layout = ArrayLayout(ROWS)
+def dirty_arrays(max_num_drafts: int = 0) -> Fields:
+    layout = ArrayLayout(ROWS, max_num_drafts)
     return layout.host_views(np.full(layout.num_words, DIRT, np.int32))
 
 
@@ -72,6 +72,27 @@ def test_sampled_rows_are_listed_in_plan_order_and_padded() -> None:
     assert arrays.sampled_positions[:5].tolist() == [10, 4, 5, 0, 0]
     assert arrays.temperatures[3:5].tolist() == [0, 0]
     assert arrays.uniforms[3:5].tolist() == [0, 0]
+
+
+def test_a_row_with_drafts_is_a_chunk_that_is_sampled_after_each_of_its_tokens() -> None:
+    """A decode, a row with two drafts, one with one, then a chunk that is not sampled."""
+    arrays = dirty_arrays(max_num_drafts=4)
+    plan = plan_of([(4, 9, 1, True), (1, 3, 3, True), (5, 7, 2, True), (0, 0, 5, False)], num_decodes=1)
+    plan.drafts = [[50, 51], [60]]
+    lens, rows = StepFiller(ROWS).fill(arrays, plan, CaptureShape(16, 4, 5), 8)
+    assert lens.key_lens.tolist() == [10, 1, 1, 1, 6, 9, 5, 0, 0]
+    assert lens.cu_query_lens.tolist() == [1, 4, 6, 11, 11, 11]
+    assert rows.rows.tolist() == [4, 1, 1, 1, 5, 5]
+    assert rows.positions.tolist() == [10, 4, 5, 6, 8, 9]
+    assert arrays.sampled_tokens[:8].tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
+    assert arrays.sampled_rows[:8].tolist() == [4, 1, 1, 1, 5, 5, 6, 6]
+    assert arrays.sampled_positions[:8].tolist() == [10, 4, 5, 6, 8, 9, 0, 0]
+
+
+def test_heads_are_captured_for_drafts_too() -> None:
+    sizes = GraphSizes.choose(torch_backend(), 24, 160, max_num_drafts=30, enabled=True)
+    assert (max(sizes.decodes), max(sizes.heads)) == (24, 54)
+    assert max(GraphSizes.choose(torch_backend(), 24, 40, max_num_drafts=30, enabled=True).heads) == 40
 
 
 def test_decodes_with_most_keys_stand_first_and_samples_keep_the_order_of_the_plan() -> None:

@@ -1,0 +1,34 @@
+"""The comparison with and without drafts, on scripted engines whose text is known."""
+
+import argparse
+import asyncio
+
+from doubles_engine import LIMITS, running_engine, speak
+
+from aserve.bench import speculation
+from aserve.runner.scripted import ScriptedRunner
+
+ARGUMENTS = argparse.Namespace(max_tokens=30, rounds=2)
+
+
+def compare(*scripts):
+    async def run():
+        runners = [ScriptedRunner(LIMITS, script) for script in scripts]
+        async with running_engine(runners[0]) as plain, running_engine(runners[1], speculation="ngram") as drafted:
+            return await speculation.compare([plain, drafted], "copy", 2, ARGUMENTS)
+
+    return asyncio.run(run())
+
+
+def test_a_row_says_how_fast_how_many_were_right_and_whether_the_tokens_are_the_same(monkeypatch):
+    monkeypatch.setitem(speculation.PROMPTS, "copy", ["abc"])
+    row = compare(*[speak("abcd" * 20, 4)] * 2)
+    assert (row["text"], row["streams"], row["same tokens"]) == ("copy", 2, True)
+    assert row["ratio"] > 0
+    assert row["with tok/s"] > 0
+    assert 0 < row["accepted"] < 1, "the prompt's own letters are followed by a line's end"
+
+
+def test_other_tokens_show(monkeypatch):
+    monkeypatch.setitem(speculation.PROMPTS, "copy", ["abc"])
+    assert compare(speak("abcd" * 20, 4), speak("abce" * 20, 4))["same tokens"] is False
