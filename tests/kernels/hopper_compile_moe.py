@@ -1,8 +1,8 @@
 """Compiles the kernels of mixtures of experts for a Hopper GPU on a machine without one; prints a JSON line a kernel.
 
 Run as a script with arguments like "gpt-oss:24", for as many tokens as give an expert 24 rows on average, and then for
-one less; at the end for one token of gpt-oss. Triton must not be interpreting. Launches become compilations, through
-Triton's own driver interface.
+one less; at the end for one token of Qwen3-30B-A3B. Triton must not be interpreting. Launches become compilations,
+through Triton's own driver interface.
 """
 
 import json
@@ -29,7 +29,6 @@ def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: An
     line = {
         "kernel": self.fn.__name__,
         "case": current,
-        "overlap": bool(kernel.metadata.launch_pdl),
         "num_threads": 32 * options["num_warps"],
         "compiled": counter.compilations() - before,
         "shared_bytes": kernel.metadata.shared,
@@ -67,12 +66,12 @@ def bf16(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.bfloat16)
 
 
-def compile_for(experts: PlainExperts, mean_rows: float, overlap: bool, more_tokens: int = 0) -> None:
+def compile_for(experts: PlainExperts, mean_rows: float, more_tokens: int = 0) -> None:
     """Compile all kernels for as many tokens as give an expert ``mean_rows``."""
     routing = experts.routing
     num_tokens = int(mean_rows * routing.num_experts / routing.experts_per_token) + more_tokens
     hidden = experts.dense_weights.down.shape[1]
-    run_moe(bf16(num_tokens, hidden), bf16(num_tokens, routing.num_experts), experts, overlap)
+    run_moe(bf16(num_tokens, hidden), bf16(num_tokens, routing.num_experts), experts, overlap=True)
 
 
 driver.set_active(HopperDriver())
@@ -84,6 +83,6 @@ MODELS = {
 }
 for argument in sys.argv[1:]:
     current, mean_rows = argument.split(":")
-    compile_for(MODELS[current], float(mean_rows), overlap=True)
-    compile_for(MODELS[current], float(mean_rows), overlap=True, more_tokens=-1)
-compile_for(MODELS["gpt-oss"], 0.125, overlap=False)
+    compile_for(MODELS[current], float(mean_rows))
+    compile_for(MODELS[current], float(mean_rows), more_tokens=-1)
+compile_for(MODELS["Qwen3-30B-A3B"], 1 / 16)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from doubles_gpt_oss import GPT_OSS
 from doubles_models import TINY, PagedSequence, edit_config, load_folder, make_oracle, save_with_noise
+from doubles_moe import MIXTRAL, QWEN3_MOE
 from doubles_runner import single_plan
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -33,14 +34,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 PHI3: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GEMMA = PHI3 | {"head_dim": 24, "tie_word_embeddings": True, "query_pre_attn_scalar": 12, "sliding_window": 6}
 GEMMA3 = GEMMA | {"num_hidden_layers": 7}  # the sixth sees all keys
-MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
-QWEN3_MOE = {
-    "head_dim": 16,
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 40,
-    "norm_topk_prob": True,
-}
 SCALED = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},

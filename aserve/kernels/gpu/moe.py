@@ -46,12 +46,13 @@ def can_run_moe(x: Tensor, scores: Tensor, experts: Experts) -> bool:
     return can_run(x, dense.gate_up, dense.down, *biases) and scores.dtype in FLOATS and scores.is_contiguous()
 
 
-def run_moe(x: Tensor, scores: Tensor, experts: Experts, overlap: bool) -> Tensor:
-    """Return the weighted sum [T, hidden] of each token's experts, see ``can_run_moe``."""
+def run_moe(x: Tensor, scores: Tensor, experts: Experts, overlap: bool, launch: MoeLaunch | None = None) -> Tensor:
+    """Return the weighted sum [T, hidden] of each token's experts, see ``can_run_moe``; None: a launch by the table."""
     dense, routing = experts.dense_weights, experts.routing
     assert dense is not None  # the kernels serve no others
     mean_rows = len(x) * routing.experts_per_token / routing.num_experts
-    launch = choose_moe_launch(mean_rows, x.dtype.itemsize, _shared_bytes(x.device))
+    if launch is None:
+        launch = choose_moe_launch(mean_rows, x.dtype.itemsize, _shared_bytes(x.device))
     pairs = sort_pairs(scores, routing, launch.block_rows, overlap)
     parts = _apply_experts(x, pairs, dense, experts.swiglu, routing, launch, overlap)
     result = torch.empty_like(x)
