@@ -60,7 +60,13 @@ class AnswerStyle:
         )
 
     def plan(
-        self, options: ToolOptions, params: SamplingParams, prompt_ids: Sequence[int], *, continued: str | None = None
+        self,
+        options: ToolOptions,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        *,
+        continued: str | None = None,
+        max_reasoning_tokens: int | None = None,
     ) -> AnswerPlan:
         """Return how a prompt of a chat is answered; ``continued`` is the text of an answer that it goes on with.
 
@@ -76,8 +82,13 @@ class AnswerStyle:
             )
         is_open = self._is_open(answer_format, prompt_ids, continued)
         is_harmony = HARMONY in (self._format.tool, self._format.reasoning) and continued is None
+        thinks = answer_format.reasoning is not None and (continued is None or is_open)
         grammar = self._grammar(
-            options if finds_calls else ToolOptions(), params.grammar, is_open=is_open, is_harmony=is_harmony
+            options if finds_calls else ToolOptions(),
+            params.grammar,
+            is_open=is_open,
+            is_harmony=is_harmony,
+            max_reasoning_tokens=max_reasoning_tokens if thinks else None,
         )
         kept = self._tokenizer.special_ids_of(answer_format.markers)
         if kept or grammar is not params.grammar:
@@ -102,7 +113,13 @@ class AnswerStyle:
         return answer_format.is_opened_by(end)
 
     def _grammar(
-        self, options: ToolOptions, answer: GrammarSpec | None, *, is_open: bool, is_harmony: bool
+        self,
+        options: ToolOptions,
+        answer: GrammarSpec | None,
+        *,
+        is_open: bool,
+        is_harmony: bool,
+        max_reasoning_tokens: int | None,
     ) -> GrammarSpec | None:
         """Return the grammar of the whole answer, None if any text will do.
 
@@ -112,7 +129,10 @@ class AnswerStyle:
         is_held = must_call or any(tool.is_strict for tool in options.callable)
         tags = self._format.reasoning_tags
         if not is_held and (answer is None or not (tags or is_harmony or options.callable)):
-            return answer
+            if max_reasoning_tokens is None:
+                return answer
+            if not is_harmony:
+                options = ToolOptions()  # calls are free, like the text around them
         functions = tuple(
             (tool.name, tool.enforced_schema() if must_call or tool.is_strict else None) for tool in options.callable
         )
@@ -125,6 +145,7 @@ class AnswerStyle:
             answer=(answer.kind, answer.text) if answer is not None and not must_call else None,
             reasoning=ReasoningMarkers(*tags, is_open) if tags else None,
             is_harmony=is_harmony,
+            max_reasoning_tokens=max_reasoning_tokens,
             token_ids=self._token_ids(),
         )
         try:

@@ -115,6 +115,7 @@ class ChatBody(CommonBody, kw_only=True):
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     reasoning: dict[str, Any] = msgspec.field(default_factory=dict)
+    thinking_token_budget: Annotated[int, Meta(ge=1)] | None = None  # vLLM's name
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None

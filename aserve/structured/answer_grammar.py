@@ -8,11 +8,14 @@ from aserve.structured.call_syntax import CALL_SYNTAXES, CallSyntax, Parameters
 from aserve.structured.lark_text import ANY_TEXT, LarkText
 
 ANSWER = "answer"  # the name of the grammar for what is said instead of calls
+ANYTHING = "start: <[*]>*\n"  # control tokens, too
 BEHIND_REASONING = r"/[\n]{0,2}/"
 
 
 def answer_to_lark(rules: AnswerRules) -> str:
     """Return the grammar of ``rules``, in which ``@answer`` stands for their answer."""
+    if rules.allows_anything:
+        return ANYTHING
     lark = LarkText(rules.token_ids)
     body = _body(lark, rules)
     return lark.text(f"{_reasoning(lark, rules)} {lark.rule(body)}")

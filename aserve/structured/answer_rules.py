@@ -23,8 +23,9 @@ class AnswerRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ``functions`` are names with the schemas of their arguments, None for any object, written as ``syntax`` says
     (``call_syntax.py``); ``forms`` are those of functions that take one text in a form of its own. ``must_call`` rules
     out all but calls; otherwise the answer may be what ``answer``, kind and text of a grammar, says, or without one any
-    text, in which calls may stand. ``is_single`` allows one call only. ``token_ids`` are the markers that are control
-    tokens of the model's vocabulary.
+    text, in which calls may stand. ``is_single`` allows one call only. ``max_reasoning_tokens`` closes the reasoning
+    when it has as many (``reasoning_budget.py``). ``token_ids`` are the markers that are control tokens of the model's
+    vocabulary.
     """
 
     syntax: str = ""
@@ -35,7 +36,13 @@ class AnswerRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     answer: tuple[GrammarKind, str] | None = None
     reasoning: ReasoningMarkers | None = None
     is_harmony: bool = False
+    max_reasoning_tokens: int | None = None
     token_ids: dict[str, int] = {}
+
+    @property
+    def allows_anything(self) -> bool:
+        """Whether nothing is said of the answer but how long its reasoning may be."""
+        return not (self.functions or self.answer or self.is_harmony)
 
     @classmethod
     def of(cls, spec: GrammarSpec) -> "AnswerRules":

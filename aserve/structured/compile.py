@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from aserve.errors import ClientError
 from aserve.request import GrammarSpec
+from aserve.structured.answer_rules import AnswerRules
 from aserve.structured.grammar_text import to_llguidance
+from aserve.structured.reasoning_budget import ReasoningBudget
 from aserve.structured.vocabulary import TokenBytes, build_vocabulary
 from aserve.tokenizer.tokenizer import Tokenizer
 
@@ -43,10 +45,19 @@ class CompiledGrammar:
         if self._matcher.is_stopped() and not self._matcher.is_accepting():
             raise ClientError(NOTHING_FITS, param="grammar")
         self.first_mask: NDArray[np.int32] = masks[0]  # [ceil(V / 32)]
+        rules = AnswerRules.of(spec) if spec.kind == "answer" else None
+        self._budgeted = rules if rules is not None and rules.max_reasoning_tokens is not None else None
 
     def start(self) -> LLMatcher:
         """Return a matcher of one's own, at the beginning."""
         return self._matcher.deep_copy()
+
+    def new_budget(self, vocabulary: LLTokenizer) -> ReasoningBudget | None:
+        """Return what watches how long one answer thinks, None if it may think for as long as it wants."""
+        rules = self._budgeted
+        if rules is None or rules.max_reasoning_tokens is None:
+            return None
+        return ReasoningBudget(rules, rules.max_reasoning_tokens, vocabulary.tokenize_str)
 
 
 class GrammarCompiler:
@@ -63,6 +74,10 @@ class GrammarCompiler:
     def token_bytes(self) -> TokenBytes:
         """Return the tokens that it compiles for."""
         return TokenBytes.of(self._tokenizer)
+
+    def piece(self, token_id: int) -> bytes:
+        """Return the bytes of one token."""
+        return self._tokenizer.token_bytes(token_id)
 
     def find(self, spec: GrammarSpec) -> CompiledGrammar | None:
         """Return what ``spec`` was compiled to, None if it is not at hand; raises ClientError if it was refused."""

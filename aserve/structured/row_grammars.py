@@ -16,6 +16,7 @@ from aserve.errors import ClientError
 from aserve.request import SamplingParams
 from aserve.scheduler.plan import RowStart, StepTokens
 from aserve.structured.compile import GrammarCompiler, first_lines
+from aserve.structured.reasoning_budget import ReasoningBudget
 
 PARALLEL_FROM = 4  # rows; fewer are filled before threads have woken up
 DEAD_END = "no token of the model's vocabulary continues the grammar here"
@@ -29,6 +30,7 @@ class _Follower:
     num_outputs: int
     params: SamplingParams
     stop_words: NDArray[np.int32]  # the mask of all tokens that end the request, end tokens included
+    budget: ReasoningBudget | None
     is_complete: bool = False  # nothing but the end may follow
 
 
@@ -61,12 +63,15 @@ class RowGrammars:
             return
         outputs = start.token_ids[start.prompt_len :]
         stop_words = self._end_words | self._words(params.stop_token_ids)
-        follower = _Follower(compiled.start(), len(outputs), params, stop_words)
+        budget = compiled.new_budget(self._compiler.load_vocabulary())
+        follower = _Follower(compiled.start(), len(outputs), params, stop_words, budget)
         self._followers[start.row] = follower
         if not outputs:
             self.masks[start.row] = compiled.first_mask
         elif follower.matcher.consume_tokens(outputs):
-            fill_next_token_bitmask(follower.matcher, self.masks, start.row)
+            for token_id in outputs:
+                self._note(follower, token_id)
+            self._fill([start.row])
         else:
             self._fail(start.row)
             return
@@ -113,15 +118,31 @@ class RowGrammars:
         if not follower.matcher.consume_token(token_id):
             self._fail(row)
             return False
+        self._note(follower, token_id)
         return True
 
+    def _note(self, follower: _Follower, token_id: int) -> None:
+        """Count a token that the grammar has taken."""
+        if follower.budget is not None:
+            follower.budget.follow(token_id, self._compiler.piece(token_id))
+
     def _fill(self, rows: Sequence[int]) -> None:
-        if len(rows) < PARALLEL_FROM:
-            for row in rows:
+        """Make the masks of ``rows``; where a token is forced, it is the only one."""
+        free = [row for row in rows if not self._forced(row)]
+        if len(free) < PARALLEL_FROM:
+            for row in free:
                 fill_next_token_bitmask(self._followers[row].matcher, self.masks, row)
-            return
-        self._executor = self._executor or LLExecutor()
-        fill_next_token_bitmask_par(self._executor, [(self._followers[row].matcher, row) for row in rows], self.masks)
+        else:
+            self._executor = self._executor or LLExecutor()
+            pairs = [(self._followers[row].matcher, row) for row in free]
+            fill_next_token_bitmask_par(self._executor, pairs, self.masks)
+        for row in rows:
+            if forced := self._forced(row):
+                self.masks[row] = self._words(forced[:1])
+
+    def _forced(self, row: int) -> list[int]:
+        budget = self._followers[row].budget
+        return [] if budget is None else budget.forced
 
     def _examine(self, row: int) -> None:
         """Draw conclusions from a new mask."""

@@ -4,12 +4,14 @@ import json
 from typing import Any
 
 import anthropic
+import httpx
 import jsonschema
 import pytest
 from anthropic.types import Message, ToolUseBlock
 from doubles_http import MODEL, demo_tokenizer, in_loop, live_server, say
 from doubles_messages import HI, ask, read_events, strict
 from doubles_parsing import WEATHER
+from doubles_socket import Live as SocketLive
 from doubles_socket import live_server as live_socket_server
 from doubles_tuning import make_engine
 
@@ -153,8 +155,31 @@ async def test_tools_are_part_of_the_counted_prompt() -> None:
         assert (await ask(live, tools=TOOLS)).json()["usage"]["input_tokens"] == expected
 
 
+async def check_thinking_is_bounded(live: SocketLive, client: anthropic.AsyncAnthropic) -> None:
+    """Have the demo model go on with a thought, which it would never end, in both protocols that bound it."""
+    messages: Any = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>"}]
+    thinking: Any = {"type": "enabled", "budget_tokens": 7}
+    ask: Any = {"model": live.engine.model_name, "messages": messages, "max_tokens": 20, "thinking": thinking}
+    ask["extra_body"] = {"ignore_eos": True, "seed": 3}
+    message = await client.messages.create(**ask)
+    assert [block.type for block in message.content] == ["thinking", "text"]
+    usage = message.usage.to_dict()
+    marker = len(demo_tokenizer().encode("</think>"))
+    assert (usage["output_tokens"], usage["output_tokens_details"]) == (20, {"thinking_tokens": 7})
+    async with client.messages.stream(**ask) as stream:
+        again = await stream.get_final_message()
+    assert [block.type for block in again.content] == ["thinking", "text"]
+    assert again.usage.to_dict()["output_tokens_details"] == {"thinking_tokens": 7}
+    async with httpx.AsyncClient(base_url=live.http_url, timeout=60) as http:
+        fields = {"continue_final_message": True, "thinking_token_budget": 7, "max_tokens": 7 + marker}
+        body = {"messages": messages, "ignore_eos": True, **fields}
+        answer = (await http.post("/v1/chat/completions", json=body)).json()
+    assert (answer["choices"][0]["message"]["content"], answer["choices"][0]["finish_reason"]) == ("", "length")
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 7}
+
+
 @in_loop
-async def test_the_demo_model_has_to_call_what_is_chosen() -> None:
+async def test_the_demo_model_has_to_call_what_is_chosen_and_thinks_no_longer_than_it_may() -> None:
     tools: Any = TOOLS
     async with (
         make_engine(EngineConfig()) as engine,
@@ -173,3 +198,5 @@ async def test_the_demo_model_has_to_call_what_is_chosen() -> None:
         assert isinstance(call, ToolUseBlock)
         assert (message.stop_reason, call.name) == ("tool_use", "get_weather")
         jsonschema.validate(call.input, WEATHER)
+        async with live_socket_server(engine, reasoning_parser="think") as thinking:
+            await check_thinking_is_bounded(thinking, client.with_options(base_url=thinking.http_url))

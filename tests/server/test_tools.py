@@ -14,6 +14,7 @@ from aserve.request import GrammarSpec, SamplingParams
 from aserve.server.answer_style import AnswerPlan, AnswerStyle
 from aserve.server.state import ServerState
 from aserve.server.tools import FunctionTool, ToolOptions, check_function, check_tools
+from aserve.structured.answer_rules import AnswerRules
 
 PROMPT = tuple(demo_tokenizer().encode_chat([{"role": "user", "content": "hi"}]))
 WEATHER_TOOL = check_function("tools[0]", name="get_weather", description="Weather.", parameters=WEATHER)
@@ -29,6 +30,23 @@ def options(**fields: Any) -> ToolOptions:
 def plan(tools: ToolOptions, grammar: GrammarSpec | None = None, **settings: Any) -> AnswerPlan:
     style = AnswerStyle(demo_tokenizer(), ServerConfig(**settings))
     return style.plan(tools, SamplingParams(grammar=grammar), PROMPT)
+
+
+def test_only_what_thinks_has_a_budget_for_it() -> None:
+    style = AnswerStyle(demo_tokenizer(), ServerConfig(reasoning_parser="think"))
+
+    def budget(answer: AnswerPlan) -> int | None:
+        grammar = answer.params.grammar
+        return None if grammar is None else AnswerRules.of(grammar).max_reasoning_tokens
+
+    params = SamplingParams()
+    assert budget(style.plan(options(), params, PROMPT, max_reasoning_tokens=5)) == 5
+    assert budget(style.plan(ToolOptions(), params, PROMPT, max_reasoning_tokens=5, continued="<think>Hm")) == 5
+    assert budget(style.plan(options(choice="required"), params, PROMPT, max_reasoning_tokens=5)) == 5
+    assert style.plan(ToolOptions(), params, PROMPT, max_reasoning_tokens=5, continued="Yes").params.grammar is None
+    assert style.plan(options(), params, PROMPT).params.grammar is None
+    silent = AnswerStyle(demo_tokenizer(), ServerConfig(reasoning_parser="none"))
+    assert silent.plan(options(), params, PROMPT, max_reasoning_tokens=5).params.grammar is None
 
 
 def allows(answer: AnswerPlan, text: str) -> bool:

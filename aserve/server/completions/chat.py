@@ -58,7 +58,13 @@ class ChatCompletions:
             template_kwargs={**effort, **fields.chat_template_kwargs},  # what the client sets itself wins
         )
         continued = message_text(fields.messages[-1]) if fields.continue_final_message else None
-        plan = self._state.answer_style.plan(tools, params, prompt_ids, continued=continued)
+        plan = self._state.answer_style.plan(
+            tools,
+            params,
+            prompt_ids,
+            continued=continued,
+            max_reasoning_tokens=fields.thinking_token_budget,
+        )
         await prepare_grammar(self._state.engine, plan.params, {})  # what is wrong now is wrong with the tools
         return tuple(prompt_ids), plan
 

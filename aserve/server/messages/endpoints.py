@@ -46,7 +46,13 @@ class CreateMessage:
         await prepare_grammar(state.engine, fields.params, body, format_field(body))
         with blaming("messages"):
             prompt_ids = tuple(await _encode(state, fields))
-            plan = state.answer_style.plan(fields.tools, fields.params, prompt_ids, continued=fields.continued)
+            plan = state.answer_style.plan(
+                fields.tools,
+                fields.params,
+                prompt_ids,
+                continued=fields.continued,
+                max_reasoning_tokens=fields.thinking_budget,
+            )
             await prepare_grammar(state.engine, plan.params, {})  # what is wrong now is wrong with the tools
             request = answer.engine_request(prompt_ids, plan.params)
             if fields.is_streamed:

@@ -43,7 +43,7 @@ THINKS = {"enabled": True, "adaptive": True, "disabled": False}  # whether the t
 
 
 class ThinkingConfig(msgspec.Struct, kw_only=True):
-    """Whether to think first, as far as the template lets a request choose; how long is for the model to say."""
+    """Whether to think first, as far as the template lets a request choose, and for how many tokens at most."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -83,6 +83,7 @@ class MessagesRequest:
     is_streamed: bool
     template_kwargs: dict[str, Any]
     shows_thinking: bool
+    thinking_budget: int | None
 
     @property
     def continued(self) -> str | None:
@@ -131,6 +132,7 @@ def _parse(body: Mapping[str, Any], kind: type[PromptBody], vocab_size: int) -> 
         is_streamed=fields.stream,
         template_kwargs=template_kwargs,
         shows_thinking=thinking is None or thinking.display != "omitted",
+        thinking_budget=None if thinking is None else thinking.budget_tokens,
     )
 
 
