@@ -1,8 +1,8 @@
 """A request body from the socket to Python values, with bounded bytes, depth and number of values.
 
-orjson holds the GIL, so that even a thread would stop the event loop while it parses. It takes some 30 ms for 16 MiB of
-text, but seconds for as many bytes of small values. So values are counted before they are made: in a small body by an
-upper bound at memory speed, and where that is too high, or the body is large, exactly, in a thread without the GIL.
+orjson holds the GIL, so that even a thread would stop the event loop while it parses. It takes seconds for 16 MiB of
+small values. So values are counted before they are made: in a small body by an upper bound at memory speed, and where
+that is too high, or the body is large, exactly, in a thread without the GIL. Long texts are read piece by piece there.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from starlette.types import Receive, Scope
 
 from aserve.errors import ClientError
 from aserve.server.errors import BodyTooLargeError
+from aserve.server.long_text import QUOTE, load, unescaped_slices
 
 MAX_CONTAINERS = 50_000  # arrays and objects
 SMALL_BYTES = 256 * 1024
 MAX_SEPARATORS = 500_000  # commas, so elements of arrays and members of objects
-SLICE_BYTES = 1 << 20  # scanned in one go
 
-QUOTE, COMMA, ARRAY, OBJECT = b'",[{'
+COMMA, ARRAY, OBJECT = b",[{"
 
 
 class ClientGoneError(Exception):
@@ -64,14 +64,18 @@ def _check_size(size: int, max_bytes: int) -> None:
 
 async def parse_json(body: bytes) -> Any:
     """Return the value of ``body``; raise ClientError if it is not JSON or has too many values."""
-    if len(body) > SMALL_BYTES or not _is_small(body.count(b"[") + body.count(b"{"), body.count(b",")):
-        containers, separators = await asyncio.to_thread(count_values, body)
-        if not _is_small(containers, separators):
-            raise ClientError("the request body has too many values", code="body_too_complex")
     try:
+        if len(body) > SMALL_BYTES or not _is_small(body.count(b"[") + body.count(b"{"), body.count(b",")):
+            return await asyncio.to_thread(_load_large, body)
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise ClientError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def _load_large(body: bytes) -> Any:
+    if not _is_small(*count_values(body)):
+        raise ClientError("the request body has too many values", code="body_too_complex")
+    return load(body)
 
 
 def _is_small(containers: int, separators: int) -> bool:
@@ -83,18 +87,14 @@ def count_values(body: bytes) -> tuple[int, int]:
 
     Stops counting once there are too many.
     """
-    containers = separators = start = 0
+    containers = separators = 0
     in_string = False
-    while start < len(body) and _is_small(containers, separators):
-        piece = body[start : start + SLICE_BYTES]
-        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # never cut between a backslash and what it escapes
-            piece = body[start : start + SLICE_BYTES + 1]
-        start += len(piece)
-        plain = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
-        codes = np.frombuffer(plain, np.uint8)
+    for codes in unescaped_slices(body):
         inside = np.bitwise_xor.accumulate(codes == QUOTE) ^ in_string
         outside = codes[~inside]
         containers += int(np.count_nonzero((outside == ARRAY) | (outside == OBJECT)))
         separators += int(np.count_nonzero(outside == COMMA))
-        in_string = bool(inside[-1]) if len(inside) else in_string
+        in_string = bool(inside[-1])
+        if not _is_small(containers, separators):
+            break
     return containers, separators

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve.errors import ClientError
-from aserve.server import json_body
+from aserve.server import json_body, long_text
 from aserve.server.json_body import (
     MAX_CONTAINERS,
     MAX_SEPARATORS,
@@ -38,7 +38,7 @@ def walk(value: Any) -> tuple[int, int]:
 def test_values_are_counted_outside_strings_wherever_the_slices_end(value: Any, size: int, ascii: bool) -> None:
     body = json.dumps(value, separators=(",", ":"), ensure_ascii=ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_body, "SLICE_BYTES", size)
+        patch.setattr(long_text, "SLICE_BYTES", size)
         assert count_values(body) == walk(value)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from aserve.server.long_text import LONG, PIECE, dump_text, load_text
+
 
 class MessageItem(msgspec.Struct, frozen=True, tag="message"):
     """What somebody said."""
@@ -93,15 +95,36 @@ BUILT_IN_OUTPUTS = {  # type -> the field that says what came of it
 }
 
 _encode = msgspec.json.Encoder().encode
-decode_item = msgspec.json.Decoder(Item).decode
+_decode = msgspec.json.Decoder(Item).decode
+_split_item = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 split_list = msgspec.json.Decoder(list[msgspec.Raw]).decode  # into the JSON of each element, at the speed of a scan
 
 
 def encode_items(items: Sequence[Item]) -> bytes:
-    """Return ``items`` as JSON. In a thread it leaves the GIL to others between two items, not within a call."""
-    return b"[%b]" % b",".join([_encode(item) for item in items])
+    """Return ``items`` as JSON. In a thread it leaves the GIL to others between two items, and within a long text."""
+    return b"[%b]" % b",".join([_encode_item(item) for item in items])
 
 
 def decode_items(encoded: bytes) -> list[Item]:
     """Return what ``encode_items`` was given; leaves the GIL to others as that does."""
     return [decode_item(item) for item in split_list(encoded)]
+
+
+def decode_item(encoded: bytes | msgspec.Raw) -> Item:
+    """Return the item that is ``encoded``."""
+    if len(encoded) <= PIECE:
+        return _decode(encoded)
+    fields = _split_item(encoded)
+    long = {name: bytes(value) for name, value in fields.items() if len(value) > LONG}
+    texts = {name: value for name, value in long.items() if value.startswith(b'"')}
+    short = _decode(msgspec.json.encode({**fields, **dict.fromkeys(texts, "")}))
+    return msgspec.structs.replace(short, **{name: load_text(text) for name, text in texts.items()})
+
+
+def _encode_item(item: Item) -> bytes:
+    values = {name: getattr(item, name) for name in item.__struct_fields__}
+    long = {name: value for name, value in values.items() if isinstance(value, str) and len(value) > PIECE}
+    if not long:
+        return _encode(item)
+    encoded = {name: msgspec.Raw(dump_text(value)) for name, value in long.items()}
+    return _encode(msgspec.structs.replace(item, **encoded))
