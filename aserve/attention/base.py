@@ -191,11 +191,6 @@ class AttentionBackend(ABC):
         self.phases = phases
 
     @classmethod
-    def implementation(cls, problem: AttentionProblem) -> "type[AttentionBackend]":
-        """Return the class that serves ``problem`` under this name, which may be another one on some devices."""
-        return cls
-
-    @classmethod
     def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
         """Say why this backend cannot serve ``phase`` of ``problem``, or None if it can."""
         return None

@@ -1,5 +1,6 @@
 """This project's own kernels; nothing is planned on the host: work is dealt to programs on the device."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +19,14 @@ from aserve.attention.base import (
     StepTables,
     refuse_device,
 )
-from aserve.attention.cake_blackwell import CAPABILITIES, CakeBlackwellBackend
+from aserve.attention.cake_blackwell import CAPABILITIES, BlackwellDecodes, BlackwellPlan, refuse_flash_infer_cake
 from aserve.attention.cake_choice import refuse_decodes, refuse_prefill
 from aserve.attention.cake_chunks import CakeChunks, ChunkPlan
-from aserve.attention.cake_decodes import CakeDecodes, DecodePlan
-from aserve.attention.installed import cake_fmha_refusal
+from aserve.attention.cake_decodes import CakeDecodes, DecodePlan, Decodes
 from aserve.kernels.cake.architectures import refuse_architecture
 from aserve.kernels.cake.attention_call import MAX_PAGE_SIZE, AttentionCall, KVPages, PagedBatch, ScoreRules
+
+logger = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 0)
 
@@ -36,7 +38,7 @@ class CakePlan:
     In a captured plan the decodes' section covers the tokens of chunks too, and the chunks' overwrites these.
     """
 
-    decodes: DecodePlan | None
+    decodes: DecodePlan | BlackwellPlan | None
     chunks: ChunkPlan | None
     is_captured: bool  # with tables that each replay finds rewritten
 
@@ -50,17 +52,12 @@ class CakeBackend(AttentionBackend):
 
     def __init__(self, problem: AttentionProblem, device: torch.device, phases: tuple[Phase, ...] = PHASES) -> None:
         super().__init__(problem, device, phases)
-        self._decodes = CakeDecodes(problem, device) if "decode" in phases else None
+        self._decodes: Decodes | None = _make_decodes(problem, device) if "decode" in phases else None
+        if isinstance(self._decodes, BlackwellDecodes):
+            self.kv_order = "HND"
         self._chunks = CakeChunks(problem, device) if "prefill" in phases else None
         self._rows = torch.arange(problem.max_num_seqs, dtype=torch.int32, device=device)
         self._num_captured_bytes = 0
-
-    @classmethod
-    def implementation(cls, problem: AttentionProblem) -> type[AttentionBackend]:
-        """Return FlashInfer's family where there is one that serves the decodes; pinned variants are of this one."""
-        if problem.capability not in CAPABILITIES or problem.cake_variants or cake_fmha_refusal():
-            return cls
-        return cls if CakeBlackwellBackend.refuse(problem, "decode") else CakeBlackwellBackend
 
     @classmethod
     def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
@@ -117,6 +114,14 @@ class CakeBackend(AttentionBackend):
             self._chunks.attend(call, plan.chunks, spec.kind)
         return out, lse
 
+    def kernel_name(self, plan: CakePlan, spec: AttentionSpec) -> str:
+        names = []
+        if plan.decodes is not None and self._decodes is not None:
+            names.append(self._decodes.kernel_name(plan.decodes, spec.kind))
+        if plan.chunks is not None and self._chunks is not None:
+            names.append(self._chunks.kernel_name(spec.kind))
+        return ", ".join(names)
+
     @property
     def captures_decodes(self) -> bool:
         return self._decodes is not None
@@ -157,3 +162,13 @@ class CakeBackend(AttentionBackend):
             self._decodes.share_out(plan.decodes)
         if plan.chunks is not None and self._chunks is not None:
             self._chunks.cut(plan.chunks)
+
+
+def _make_decodes(problem: AttentionProblem, device: torch.device) -> Decodes:
+    """Return FlashInfer's kernels where there are such and they serve all layers, else this project's."""
+    reason = refuse_flash_infer_cake(problem)
+    if reason is None:
+        return BlackwellDecodes(problem, device)
+    if problem.capability in CAPABILITIES:
+        logger.info("cake: own kernels for decodes instead of FlashInfer's (%s)", reason)
+    return CakeDecodes(problem, device)

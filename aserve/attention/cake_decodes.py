@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -9,6 +10,7 @@ from aserve.attention.base import AttentionKind, AttentionProblem
 from aserve.attention.cake_choice import choose_decodes
 from aserve.kernels.cake.attention_call import AttentionCall, PagedBatch
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
+from aserve.kernels.cake.decode_variants import DecodeVariant
 from aserve.kernels.cake.plain_decode import run_plain_decode
 from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
 from aserve.kernels.cake.split_launch import SplitLaunch
@@ -20,11 +22,11 @@ NUM_CPU_PROGRAMS = 6  # under Triton's interpreter, where they run one after ano
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """A step's decodes, and how each kind of layers that splits keys is launched and shares them out."""
+    """A step's decodes, what serves each kind of layers, and how keys are shared out."""
 
     batch: PagedBatch
-    launches: dict[AttentionKind, SplitLaunch]  # of the kinds of layers that split keys
-    schedules: dict[AttentionKind, DecodeSchedule]
+    variants: dict[AttentionKind, DecodeVariant]
+    schedules: dict[AttentionKind, DecodeSchedule]  # of the kinds of layers that split keys
 
     @property
     def num_bytes(self) -> int:
@@ -32,12 +34,32 @@ class DecodePlan:
         return sum(schedule.num_bytes for schedule in self.schedules.values())
 
 
+class Decodes(Protocol):
+    """What the backend asks of those who serve its decodes; a plan is passed to the one that made it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory taken by what all plans share."""
+
+    def plan(self, batch: PagedBatch) -> Any:
+        """Return a plan for as many sequences as ``batch`` has; enqueues nothing that a graph would have to hold."""
+
+    def share_out(self, plan: Any) -> None:
+        """Enqueue what each step does once for all layers."""
+
+    def attend(self, call: AttentionCall, plan: Any, kind: AttentionKind) -> None:
+        """Enqueue one layer's kernels."""
+
+    def kernel_name(self, plan: Any, kind: AttentionKind) -> str:
+        """Name the kernel that serves layers of a kind."""
+
+
 class CakeDecodes:
     """Plans and runs decodes for all kinds of a problem's layers."""
 
     def __init__(self, problem: AttentionProblem, device: torch.device) -> None:
         self._device = device
-        self._launches = {kind: _choose_launches(problem, kind) for kind in problem.kinds}
+        self._variants = {kind: _choose_variants(problem, kind) for kind in problem.kinds}
         self._partials = self._allocate_partials()
 
     @property
@@ -46,49 +68,52 @@ class CakeDecodes:
         return self._partials.num_bytes
 
     def plan(self, batch: PagedBatch) -> DecodePlan:
-        """Choose a launch for each kind by the number of sequences, with room for its schedule."""
+        """Choose a variant for each kind by the number of sequences, with room for its schedule."""
         num_seqs = len(batch.key_lens)
-        launches = {
-            kind: launch
-            for kind, steps in self._launches.items()
-            if (launch := next((launch for limit, launch in steps if num_seqs <= limit), steps[-1][1])) is not None
+        variants = {
+            kind: next((variant for limit, variant in steps if num_seqs <= limit), steps[-1][1])
+            for kind, steps in self._variants.items()
         }
         schedules = {
-            kind: DecodeSchedule.allocate(num_seqs, self._count_programs(launch), self._device)
-            for kind, launch in launches.items()
+            kind: DecodeSchedule.allocate(num_seqs, self._count_programs(variant.launch), self._device)
+            for kind, variant in variants.items()
+            if variant.launch is not None
         }
-        return DecodePlan(batch, launches, schedules)
+        return DecodePlan(batch, variants, schedules)
 
     def share_out(self, plan: DecodePlan) -> None:
         """Enqueue what deals the step's keys out to programs."""
         for kind, schedule in plan.schedules.items():
-            launch = plan.launches[kind]
-            fill_schedule(
-                schedule,
-                plan.batch.key_lens,
-                window=kind.sliding_window,
-                num_kv_heads=kind.num_kv_heads,
-                block_len=launch.block_len,
-                min_units=launch.min_units,
-            )
+            launch = plan.variants[kind].launch
+            if launch is not None:
+                fill_schedule(
+                    schedule,
+                    plan.batch.key_lens,
+                    window=kind.sliding_window,
+                    num_kv_heads=kind.num_kv_heads,
+                    block_len=launch.block_len,
+                    min_units=launch.min_units,
+                )
 
     def attend(self, call: AttentionCall, plan: DecodePlan, kind: AttentionKind) -> None:
         """Enqueue one layer's kernels."""
-        launch = plan.launches.get(kind)
+        launch = plan.variants[kind].launch
         if launch is None:
             run_plain_decode(call)
         else:
             run_split_decode(call, launch, plan.schedules[kind], self._partials)
 
+    def kernel_name(self, plan: DecodePlan, kind: AttentionKind) -> str:
+        """Return the name of the row that serves layers of ``kind``."""
+        return plan.variants[kind].name
+
     def _allocate_partials(self) -> PartialResults:
         """Return room for whatever step and kind leaves the most rows, and the most elements."""
-        sizes = [(0, 0)] + [
-            (num_rows := self._count_programs(launch) * (kind.num_heads // kind.num_kv_heads), num_rows * kind.head_dim)
-            for kind, steps in self._launches.items()
-            for _, launch in steps
-            if launch is not None
-        ]
-        num_rows, num_elements = (max(counts) for counts in zip(*sizes, strict=True))
+        num_rows, num_elements = 0, 0
+        for kind, steps in self._variants.items():
+            for launch in (variant.launch for _, variant in steps if variant.launch is not None):
+                rows = self._count_programs(launch) * (kind.num_heads // kind.num_kv_heads)
+                num_rows, num_elements = max(num_rows, rows), max(num_elements, rows * kind.head_dim)
         return PartialResults.allocate(num_rows, 1, -(-num_elements // max(num_rows, 1)), self._device)
 
     def _count_programs(self, launch: SplitLaunch) -> int:
@@ -99,12 +124,12 @@ class CakeDecodes:
         return num_sms * launch.programs_per_sm
 
 
-def _choose_launches(problem: AttentionProblem, kind: AttentionKind) -> list[tuple[int, SplitLaunch | None]]:
-    """Return the launch of each choice, None for the plain kernel, after the most sequences that it is for."""
-    launches = []
+def _choose_variants(problem: AttentionProblem, kind: AttentionKind) -> list[tuple[int, DecodeVariant]]:
+    """Return the variant of each choice after the most sequences that it is for."""
+    variants = []
     for step in choose_decodes(problem, kind):
         if step.choice.variant is None:
             raise ValueError(f"cake: no variant serves {kind}: {step.choice.refusals}")
         logger.info("cake: %s", step.describe(kind))
-        launches.append((step.max_seqs, step.choice.variant.launch))
-    return launches
+        variants.append((step.max_seqs, step.choice.variant))
+    return variants

@@ -106,18 +106,15 @@ def _refusals(problems: list[AttentionProblem]) -> dict[str, str | None]:
 
 
 def _refuse_all(name: str, problems: list[AttentionProblem]) -> str | None:
+    backend = BACKENDS.load(name)
     refusals = {}
     for phase in PHASES:
-        reasons = [reason for problem in problems if (reason := _load(name, problem).refuse(problem, phase))]
+        reasons = [reason for problem in problems if (reason := backend.refuse(problem, phase))]
         if len(reasons) == len(problems):
             refusals[phase] = reasons[-1]
     if len(refusals) == len(PHASES):
         return refusals[PHASES[0]]
     return next((f"for {phase}: {reason}" for phase, reason in refusals.items()), None)
-
-
-def _load(name: str, problem: AttentionProblem) -> type[AttentionBackend]:
-    return BACKENDS.load(name).implementation(problem)
 
 
 def _split(setting: str) -> list[str]:
@@ -135,7 +132,7 @@ def _parts(names: list[str]) -> list[tuple[str, tuple[Phase, ...]]]:
 def _refuse(names: list[str], problem: AttentionProblem) -> str | None:
     """Say why the backends of ``names`` cannot serve ``problem``. Raises ConfigError for names of no use here."""
     for name, phases in _parts(names):
-        backend = _load(name, problem)
+        backend = BACKENDS.load(name)
         refusals = {phase: reason for phase in phases if (reason := backend.refuse(problem, phase))}
         if len(refusals) == len(phases):
             return f"attention backend {name!r} cannot serve this model: {refusals[phases[0]]}"
@@ -154,7 +151,7 @@ def _refuse_alone(name: str, refusals: dict[Phase, str]) -> str:
 def _build(names: list[str], problem: AttentionProblem, device: torch.device) -> AttentionBackend:
     if refusal := _refuse(names, problem):
         raise ConfigError(refusal)
-    backends = [_load(name, problem)(problem, device, phases) for name, phases in _parts(names)]
+    backends = [BACKENDS.load(name)(problem, device, phases) for name, phases in _parts(names)]
     return backends[0] if len(backends) == 1 else HybridBackend(*backends)
 
 

@@ -96,8 +96,8 @@ def measure_backend(name: str, case: AttentionCase, shape: StepShape, reference:
     }
     if reason := BACKENDS.refusals()[name]:
         return row | {"refused": reason}
+    backend_class = BACKENDS.load(name)
     problem = setup.problem(shape)
-    backend_class = BACKENDS.load(name).implementation(problem)
     if reason := backend_class.refuse(problem, shape.phase):
         return row | {"refused": reason}
     try:

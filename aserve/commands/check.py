@@ -79,27 +79,19 @@ def format_report(report: dict[str, Any]) -> str:
     for title in ("devices", "attention_backends", "cake_variants", "quantization", "versions"):
         lines += ["", title.replace("_", " "), *_rows(title, report[title])]
     if model := report.get("model"):
-        lines += [
-            "",
-            f"attention backends for {model['name']}",
-            *_rows("attention_backends", model["attention_backends"]),
-        ]
-        lines += ["", f"cake variants for {model['name']}"]
-        for layer in model["cake_layers"]:
-            window = f", window {layer['window']}" if layer["window"] else ""
-            lines.append(f"  {layer['heads']}{window}, {layer['kv_dtype']} keys with {layer['dtype']} queries")
-            lines += [f"    decode: {step['summary']}" for step in layer["decode"]]
-        if not model["cake_layers"]:
-            lines.append("  none: torch finds no CUDA device; --gpu names one")
+        lines += _format_model(model)
     return "\n".join(lines)
 
 
 def _format_model(model: dict[str, Any]) -> list[str]:
     backends = _rows("attention_backends", model["attention_backends"])
     lines = ["", f"attention backends for {model['name']}", *backends, "", f"cake variants for {model['name']}"]
+    if model["flash_infer_cake"] is None:
+        lines.append("  decodes by FlashInfer's own cake kernels; otherwise by these")
     for layer in model["cake_layers"]:
         window = f", window {layer['window']}" if layer["window"] else ""
         lines.append(f"  {layer['heads']}{window}, {layer['kv_dtype']} keys with {layer['dtype']} queries")
+        lines.append(f"    prefill: {layer['prefill']['summary']}")
         lines += [f"    decode: {step['summary']}" for step in layer["decode"]]
     return lines if model["cake_layers"] else [*lines, "  none: torch finds no CUDA device; --gpu names one"]
 

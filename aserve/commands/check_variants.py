@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from aserve.attention.base import AttentionKind, AttentionProblem, dtype_name
-from aserve.attention.cake_choice import StepChoice, choose_decodes
+from aserve.attention.cake_blackwell import refuse_flash_infer_cake
+from aserve.attention.cake_choice import StepChoice, choose_decodes, choose_prefill, describe_choice
 from aserve.attention.registry import check_variants, refusals_for
 from aserve.config import EngineConfig
 from aserve.kernels.cake.select_variant import refuse_gpu
@@ -35,13 +36,20 @@ def list_variants(gpu: Gpu | None) -> dict[str, str | None]:
 def model_report(config: EngineConfig, gpu: Gpu | None) -> Report:
     """Say how each kind of a model's layers would be served; no weights are read.
 
+    ``flash_infer_cake`` is why FlashInfer's own cake kernels do not serve the decodes, None if they do.
+
     Raises ConfigError for a model that is not there or not known, and for variants of unknown names.
     """
     check_variants(config.cake_variants, config.attention_backend)
     files = locate_model(config)
     problem = _describe(config, files, gpu)
     layers = [_layer_report(problem, kind) for kind in problem.kinds] if gpu is not None else []
-    return {"name": files.name, "attention_backends": refusals_for(problem), "cake_layers": layers}
+    return {
+        "name": files.name,
+        "attention_backends": refusals_for(problem),
+        "flash_infer_cake": refuse_flash_infer_cake(problem),
+        "cake_layers": layers,
+    }
 
 
 def _layer_report(problem: AttentionProblem, kind: AttentionKind) -> Report:
@@ -50,7 +58,17 @@ def _layer_report(problem: AttentionProblem, kind: AttentionKind) -> Report:
         "window": kind.sliding_window,
         "dtype": dtype_name(problem.dtype),
         "kv_dtype": dtype_name(problem.kv_dtype),
+        "prefill": _prefill_report(problem, kind),
         "decode": [_step_report(step, kind) for step in choose_decodes(problem, kind)],
+    }
+
+
+def _prefill_report(problem: AttentionProblem, kind: AttentionKind) -> Report:
+    choice = choose_prefill(problem, kind)
+    return {
+        "variant": None if choice.variant is None else choice.variant.name,
+        "refused": choice.refusals,
+        "summary": describe_choice(choice, f"head_dim {kind.head_dim}"),
     }
 
 

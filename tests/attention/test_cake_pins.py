@@ -1,5 +1,7 @@
 """Variants of the cake family that a setting pins."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,3 +75,13 @@ def test_the_setting_stands_in_a_file_too(tmp_path: Path) -> None:
     file = tmp_path / "aserve.toml"
     file.write_text('[engine]\nattention_backend = "fa,cake"\ncake_variants = ["decode-16-d128"]\n')
     assert load_config(file).engine.cake_variants == ("decode-16-d128",)
+
+
+def test_the_tables_are_read_where_there_is_no_triton() -> None:
+    """Their names are settings, and `aserve check` shows them everywhere."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import aserve.attention.registry, aserve.kernels.cake.document, aserve.commands.check\n"
+        "assert 'decode-plain' in aserve.kernels.cake.tables.variant_names()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

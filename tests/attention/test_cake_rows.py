@@ -14,7 +14,8 @@ from aserve.kernels.cake.decode_variants import DECODE_VARIANTS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-LENS = (1, 33, 64, 20, 140)
+LENS = (1, 33, 32, 20, 65)  # keys of sequences, at the edges of blocks of decodes with head_dim 256
+WINDOW_LENS = (1, 127, 128, 129)
 CAPABILITY = (9, 0)
 
 
@@ -42,7 +43,8 @@ def edges(is_exact: bool) -> list[Edge]:
             continue
         for dtypes, group in itertools.product(row.dtypes, (1, row.max_group)):
             for window in (1, row.max_keys) if row.max_keys else (None,):
-                found.append(Edge(row.name, dtypes, row.head_dims[0], group, window, LENS[: row.max_seqs]))
+                key_lens = WINDOW_LENS if window else LENS[: row.max_seqs]
+                found.append(Edge(row.name, dtypes, row.head_dims[0], group, window, key_lens))
                 if row.max_seqs:
                     found.append(replace(found[-1], key_lens=LENS[-1:]))
     return found
@@ -86,6 +88,12 @@ def test_generic_rows(edge: Edge) -> None:
     check(edge)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("edge", [*EXACT, *edges(is_exact=False)], ids=str)
+def test_rows_on_the_gpu(edge: Edge) -> None:
+    check(edge)
+
+
 def test_a_model_takes_another_row_for_larger_steps() -> None:
     """The row for few sequences up to its limit, the generic one beyond; both in one backend."""
     spec = make_spec(2, 1, 256)
@@ -95,12 +103,10 @@ def test_a_model_takes_another_row_for_larger_steps() -> None:
     names = [step.choice.variant.name for step in choices if step.choice.variant is not None]
     assert names == ["decode-16-d256-few", "decode-16-d256"]
     backend = CakeBackend(problem, torch.device(DEVICE))
-    launches = {row.name: row.launch for row in DECODE_VARIANTS}
     for key_lens, name in (([40, 7, 70, 3], names[0]), ([40, 7, 70, 3, 16], names[1])):
         case = make_case(spec, [1] * len(key_lens), key_lens, len(key_lens), dtype=torch.bfloat16, device=DEVICE)
         plan = backend.plan(case.batch)
-        assert plan.decodes is not None
-        assert plan.decodes.launches[spec.kind] == launches[name]
+        assert backend.kernel_name(plan, spec) == name
         output, _ = backend.forward(case.q, case.layer_kv, plan, spec)
         torch.testing.assert_close(output.double().cpu(), dense_attention(case, spec)[0], rtol=2e-2, atol=2e-2)
 

@@ -6,6 +6,7 @@ from importlib import metadata
 
 import pytest
 
+from aserve.attention import cake_blackwell
 from aserve.cli import main
 from aserve.commands import check
 
@@ -62,6 +63,8 @@ def test_what_serves_a_model_and_why_the_faster_do_not(capsys: pytest.CaptureFix
     (step,) = layer["decode"]
     assert (step["variant"], step["max_seqs"]) == ("decode-8-d128", 320)
     assert step["refused"]["decode-8-d64"] == "it knows head_dim 64, not 128"
+    assert layer["prefill"]["variant"] == "prefill-8-d128"
+    assert layer["prefill"]["refused"]["prefill-8-d64"] == "it knows head_dim 1 to 64, not 128"
     assert step["refused"]["decode-16-d128"] == "it does not read float8_e4m3fn with queries in bfloat16"
 
 
@@ -108,3 +111,17 @@ def test_without_a_gpu_variants_say_so(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert set(report["cake_variants"].values()) == {"torch finds no CUDA device"}
     assert report["model"]["cake_layers"] == []
     assert report["model"]["attention_backends"]["torch"] is None
+
+
+def test_a_blackwell_gpu_with_flash_infers_own_kernels(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "  decodes by FlashInfer's own cake kernels; otherwise by these"
+    monkeypatch.setattr(cake_blackwell, "cake_fmha_refusal", lambda: None)
+    assert main(["check", *MODEL, "--gpu", "10.0"]) == 0
+    assert line in capsys.readouterr().out.splitlines()
+    assert main(["check", *MODEL, "--gpu", "9.0", "--json"]) == 0
+    told = "FlashInfer's cake kernels are for compute capability 10.0 and 10.3"
+    assert json.loads(capsys.readouterr().out)["model"]["flash_infer_cake"] == told
+    assert main(["check", *MODEL, "--gpu", "9.0"]) == 0
+    assert line not in capsys.readouterr().out

@@ -15,7 +15,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
-from aserve.kernels.cake.paged_prefill import PLAIN_LAUNCH, run_prefill
+from aserve.kernels.cake.paged_prefill import run_prefill
+from aserve.kernels.cake.prefill_launch import PLAIN_LAUNCH
 from aserve.kernels.cake.prefill_tiles import PrefillTiles, fill_tiles
 from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS, PrefillVariant
 

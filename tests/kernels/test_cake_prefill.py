@@ -9,7 +9,8 @@ from doubles_attention import PagedCase, dense_attention, make_case, make_spec
 
 from aserve.attention.base import AttentionSpec
 from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
-from aserve.kernels.cake.paged_prefill import PrefillLaunch, run_prefill
+from aserve.kernels.cake.paged_prefill import run_prefill
+from aserve.kernels.cake.prefill_launch import PrefillLaunch
 from aserve.kernels.cake.prefill_tiles import PrefillTiles, fill_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

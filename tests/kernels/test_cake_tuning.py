@@ -8,14 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from aserve.kernels.cake import decode_case, tune
+from aserve.kernels.cake import decode_candidates, decode_case, prefill_candidates, prefill_case, tune
 from aserve.kernels.cake.architectures import SHARED_BYTES
 from aserve.kernels.cake.decode_candidates import RESERVED_BYTES, candidates, step_sizes
 from aserve.kernels.cake.decode_case import GROUP, DecodeCase, StepSize
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS
+from aserve.kernels.cake.prefill_case import ChunkSize
+from aserve.kernels.cake.prefill_launch import PLAIN_LAUNCH, PrefillLaunch
+from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS
 from aserve.kernels.cake.select_variant import refuse_gpu
 from aserve.kernels.cake.split_launch import SplitLaunch
-from aserve.kernels.cake.tuned_launches import read_launches
+from aserve.kernels.cake.tuned_launches import read_launches, tune_rows
 
 CPU = torch.device("cpu")
 ROWS = {row.name: row for row in DECODE_VARIANTS}
@@ -40,10 +43,17 @@ class Clock:
         return TIMES_US[self.launch]
 
 
+class SmallTuning(tune.DecodeTuning):
+    """By one step of one short sequence."""
+
+    def cases(self) -> list[DecodeCase]:
+        return [DecodeCase(self.row, StepSize(1, 20), CPU)]
+
+
 run_split_decode = decode_case.run_split_decode
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(decode_case, "run_split_decode", clock.run)
@@ -54,7 +64,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of one multiprocessor that is the CPU."""
     monkeypatch.setattr(tune, "DEVICE", CPU)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -62,8 +72,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     properties = SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(tune, "step_sizes", lambda row: [StepSize(1, 40), StepSize(2, 128)])
-    monkeypatch.setattr(tune, "candidates", lambda row, capability: [PRESENT, SLOW, FAST])
+    monkeypatch.setattr(decode_candidates, "step_sizes", lambda row: [StepSize(1, 20), StepSize(1, 40)])
+    monkeypatch.setattr(decode_candidates, "candidates", lambda row, capability: [PRESENT, SLOW, FAST])
 
 
 @pytest.mark.usefixtures("gpu")
@@ -84,9 +94,9 @@ def test_the_fastest_launch_is_printed_and_written_beside_those_of_other_rows(
     assert read_launches(output) == {"decode-16-d512": {"num_stages": 9}, SHORT.name: dataclasses.asdict(FAST)}
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_launch_that_is_hardly_faster_does_not_take_the_place_of_the_present_one() -> None:
-    cases = [DecodeCase(SHORT, StepSize(1, 20), CPU)]
-    assert tune.tune_row(SHORT, cases, [PRESENT, CLOSE], 1) == PRESENT
+    assert tune.tune_row(SmallTuning(SHORT), [PRESENT, CLOSE], 1) == PRESENT
 
 
 def test_a_launch_that_is_wrong_is_not_timed(
@@ -98,7 +108,7 @@ def test_a_launch_that_is_wrong_is_not_timed(
             call.out[0, 0] += 9.0  # type: ignore[attr-defined]
 
     monkeypatch.setattr(decode_case, "run_split_decode", wrong)
-    assert tune.tune_row(SHORT, [DecodeCase(SHORT, StepSize(1, 20), CPU)], [PRESENT, FAST], 1) == PRESENT
+    assert tune.tune_row(SmallTuning(SHORT), [PRESENT, FAST], 1) == PRESENT
     assert "SplitLaunch(128, 4, 2, 3, 1) failed: the result is off by " in capsys.readouterr().out
 
 
@@ -123,6 +133,58 @@ def test_candidates_fit_and_keep_what_makes_a_row_exact(row, capability) -> None
         assert row.max_keys is None or launch.block_len >= row.max_keys
 
 
+PROMPTS = PREFILL_VARIANTS[0]
+FAST_PROMPTS = PrefillLaunch(32, 16, 4, 2)
+
+
+def test_rows_of_prompts_are_tuned_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On chunks behind keys that are there; the result of each launch is held against that of the smallest tiles."""
+    assert PROMPTS.launch is not None
+    small = dataclasses.replace(PROMPTS.launch, tile_rows=64, block_len=32)
+    row = dataclasses.replace(PROMPTS, launch=small)
+    seen: list[PrefillLaunch] = []
+    run_prefill = prefill_case.run_prefill
+
+    def run(call: object, launch: PrefillLaunch, tiles: object) -> None:
+        seen.append(launch)
+        run_prefill(call, launch, tiles)  # type: ignore[arg-type]
+        if launch.num_stages == 9:
+            call.out[-1] += 1.0  # type: ignore[attr-defined]
+
+    def time_calls(calls: Sequence[Callable[[], object]]) -> float:
+        calls[0]()
+        return 1.0 if seen[-1] == FAST_PROMPTS else 3.0
+
+    monkeypatch.setattr(tune, "DEVICE", CPU)
+    monkeypatch.setattr(prefill_case, "run_prefill", run)
+    monkeypatch.setattr(prefill_case, "time_calls", time_calls)
+    monkeypatch.setattr(prefill_case, "NUM_KV_HEADS", 1)
+    monkeypatch.setattr(prefill_candidates, "SIZES", [ChunkSize(2, 11, 20)])
+    wrong = dataclasses.replace(small, num_stages=9)
+    best = tune.tune_row(tune.PrefillTuning(row), [small, wrong, FAST_PROMPTS], 1)
+    assert best == FAST_PROMPTS
+    assert PLAIN_LAUNCH in seen
+    assert "PrefillLaunch(64, 32, 4, 9) failed: the result is off by " in capsys.readouterr().out
+    tune.write(tmp_path / "x.toml", {row.name: best}, "NVIDIA X")
+    assert read_launches(tmp_path / "x.toml") == {row.name: dataclasses.asdict(FAST_PROMPTS)}
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+@pytest.mark.parametrize("row", [row for row in PREFILL_VARIANTS if row.launch], ids=lambda row: row.name)
+def test_candidates_for_prompts_fit(row, capability) -> None:  # type: ignore[no-untyped-def]
+    (tuned,) = tune_rows((row,), "", capability)
+    if refuse_gpu(tuned, capability):
+        return
+    launches = prefill_candidates.candidates(tuned, capability)
+    assert launches[0] == tuned.launch
+    assert 3 <= len(set(launches)) == len(launches) <= 72
+    for launch in launches:
+        needed = launch.shared_bytes(row.head_dims[-1], GROUP, row.dtypes[-1][1].itemsize)
+        assert needed <= SHARED_BYTES[capability]
+
+
 def test_rows_are_measured_within_what_they_serve() -> None:
     for row in DECODE_VARIANTS:
         for size in step_sizes(row):
@@ -130,3 +192,17 @@ def test_rows_are_measured_within_what_they_serve() -> None:
             assert size.key_len <= (row.max_keys or size.key_len)
     assert [size.num_seqs for size in step_sizes(ROWS["decode-16-d256-few"])] == [1, 4]
     assert {size.key_len for size in step_sizes(SHORT)} == {128}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["decode-16-d64-short", "decode-16-d256-few", "prefill-16-d64"])
+def test_a_row_is_measured_on_the_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its present launch and one other, each against the plain kernel's result."""
+    for module in (decode_candidates, prefill_candidates):
+        monkeypatch.setattr(
+            module, "candidates", lambda row, capability, find=module.candidates: find(row, capability)[:2]
+        )
+    output = tmp_path / "gpu.toml"
+    assert tune.main(["--rows", name, "--output", str(output), "--jobs", "1"]) == 0
+    (launch,) = read_launches(output).values()
+    assert set(launch) >= {"block_len", "num_warps", "num_stages"}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from aserve.kernels.cake.decode_variants import ALL_DTYPES, ON_8_BIT, SAME_16_BIT
-from aserve.kernels.cake.paged_prefill import PrefillLaunch
+from aserve.kernels.cake.prefill_launch import PrefillLaunch
 from aserve.kernels.cake.variant import Variant
 
 ANY_GROUP = 1024  # heads are cut into tiles as queries are; no model has more

@@ -1,0 +1,32 @@
+"""What can be chosen of the prefill kernel: how it is compiled."""
+
+from dataclasses import dataclass
+
+from aserve.kernels.cake.variant import Launch
+
+MIN_WIDTH = 16  # elements of a head that a matrix product has at least
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLaunch(Launch):
+    """How a variant is compiled and launched."""
+
+    tile_rows: int  # queries times heads of a group
+    block_len: int  # keys
+    num_warps: int
+    num_stages: int
+
+    def shared_bytes(self, head_dim: int, group: int, kv_bytes: int) -> int:
+        """Return the shared memory that a program takes at most, with queries in 16 bits."""
+        queries, block = 2 * self.tile_rows * row_width(head_dim), self.block_len * row_width(head_dim)
+        if kv_bytes == 2:
+            return queries + self.num_stages * 2 * kv_bytes * block
+        return queries + max(self.num_stages - 1, 1) * 2 * kv_bytes * block + 2 * block  # as factors, once converted
+
+
+PLAIN_LAUNCH = PrefillLaunch(tile_rows=16, block_len=16, num_warps=4, num_stages=1)
+
+
+def row_width(head_dim: int) -> int:
+    """Return the elements that the kernel gives to a head."""
+    return max(MIN_WIDTH, 1 << (head_dim - 1).bit_length())
