@@ -32,6 +32,7 @@ RANGE = re.compile(r"-(?![\]-])")
 GROUP = re.compile(r"\?(?:P?<\w+>|([a-zA-Z-]*)(:|\)))")
 FLAGS = re.compile(r"[isu]*(?:-[isu]+)?")
 
+MAX_DEPTH = 100
 OPERATORS = ("&&", "--", "~~")  # between sets within a class
 
 Members = frozenset[int]  # of ESCAPED, that a class has
@@ -62,6 +63,7 @@ class _Rewriting:
     pattern: str
     dots_match_lines: bool
     place: int = 0
+    depth: int = 0  # of classes
     has_escapes: bool = False
 
     def run(self) -> str:
@@ -190,7 +192,12 @@ class _Rewriting:
             self.place = name.end()
             return ESCAPED - POSIX[name[2]] if name[1] else POSIX[name[2]]
         if self.pattern.startswith("[", self.place):
-            return self._read_class()
+            self.depth += 1
+            if self.depth > MAX_DEPTH:
+                raise self._unknown("too many classes within each other")
+            members = self._read_class()
+            self.depth -= 1
+            return members
         members, first = self._read_bound()
         is_range = self.pattern.startswith("-", self.place) and self.pattern[self.place + 1 : self.place + 2] not in (
             "]",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from aserve.errors import ClientError
 from aserve.structured.json_text import ESCAPED, within_json_string
 
+MAX_DEPTH = 100  # of groups, and of rules that need each other
 MAX_REGULAR_CHARS = 1 << 16
 COMMON = {  # the terminals of %import common
     "DIGIT": "[0-9]", "HEXDIGIT": "[0-9A-Fa-f]", "INT": "[0-9]+", "SIGNED_INT": "[+-]?[0-9]+",
@@ -57,7 +58,7 @@ class Grammar:
         """Return the expression for a rule or terminal; between the terminals of a rule, what is ignored may stand."""
         if name in self._known:
             return self._known[name]
-        if name in self._open:
+        if name in self._open or len(self._open) > MAX_DEPTH:
             raise NotRegularError
         if name not in self.definitions:
             raise ClientError(f"the grammar has no {name[:64]!r}", param="grammar")
@@ -114,7 +115,9 @@ class Grammar:
 
     def _import(self, tokens: list[str]) -> None:
         words = [token for token in tokens if token not in (".", ",", "(", ")")]
-        names, alias = (words[1:2], words[3]) if "->" in words else (words[1:], None)
+        names, alias = words[1:], None
+        if words[2:3] == ["->"] and len(words) == 4:
+            names, alias = words[1:2], words[3]
         if words[:1] != ["common"] or not names or not set(names) <= COMMON.keys():
             raise ClientError(f"the grammar cannot import {' '.join(words)[:64]!r}", param="grammar")
         for name in names:
@@ -129,6 +132,7 @@ class _Alternatives:
     expression_of: Callable[[str], str]
     skipped: str
     place: int = 0
+    depth: int = 0
 
     def read_all(self) -> str:
         text = self._read()
@@ -166,7 +170,11 @@ class _Alternatives:
         token = self.tokens[self.place]
         self.place += 1
         if token in ("(", "["):
+            self.depth += 1
+            if self.depth > MAX_DEPTH:
+                raise ClientError("the grammar is nested too deeply", param="grammar")
             text = self._read()
+            self.depth -= 1
             if self.tokens[self.place : self.place + 1] != [")" if token == "(" else "]"]:
                 raise self._unexpected()
             self.place += 1
@@ -223,7 +231,9 @@ def _is_space(text: str) -> bool:
 def read_string(token: str) -> str:
     """Return what a string in a grammar says."""
     try:
-        return str(json.loads(token.removesuffix("i") if not token.endswith('"') else token))
+        text = str(json.loads(token.removesuffix("i") if not token.endswith('"') else token))
+        text.encode()  # a lone surrogate is no text
+        return text
     except ValueError:
         raise ClientError(f"the grammar has a string that cannot be read: {token[:64]}", param="grammar") from None
 

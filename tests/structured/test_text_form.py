@@ -217,6 +217,10 @@ def test_within_a_json_string_an_expression_matches_the_same(pattern: str) -> No
         (TextForm("lark", "start: X\n%import common.X"), "cannot import"),
         (TextForm("lark", 'start: %json {"type": "string"}'), "near|cannot be used"),
         (TextForm("lark", "start: /a/x"), "flags"),
+        (TextForm("lark", "start: N\n%import common.INT ->"), "cannot import"),
+        (TextForm("lark", 'start: "\\ud800"'), "cannot be read"),
+        (TextForm("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000), "nested too deeply"),
+        (TextForm("regex", "[" * 5000 + "a" + "]" * 5000), "classes within"),
     ],
 )
 def test_what_is_no_form_is_refused_by_what_is_wrong(form: TextForm, fault: str) -> None:
