@@ -52,7 +52,7 @@ ACCEPTED_WITHOUT_EFFECT = schema.ACCEPTED_WITHOUT_EFFECT - WITH_EFFECT - {"moder
 }  # fmt: skip
 
 # Would change the answer, so they are never ignored.
-REFUSED = schema.REFUSED | {"conversation", "moderation", "prompt"}
+REFUSED = schema.REFUSED | {"conversation", "moderation", "prompt", "thinking_token_budget"}
 HARMLESS: dict[str, tuple[Any, ...]] = {  # field -> the values that ask for nothing
     **{name: values for name, values in schema.HARMLESS.items() if name not in WITH_EFFECT},
     "add_generation_prompt": (True,),
