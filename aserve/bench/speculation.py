@@ -47,6 +47,8 @@ class Answers:
 
     token_ids: list[list[int]]
     seconds: float
+    cpu_s: float  # of this process, whose other engine idles: what a busy machine does not change
+    num_steps: int
 
     @property
     def tokens_per_s(self) -> float:
@@ -57,10 +59,15 @@ class Answers:
 async def answer(engine: AsyncEngine, prompts: Sequence[str], max_tokens: int) -> Answers:
     """Answer all ``prompts`` at once."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    started_s = time.perf_counter()
+    started_s, started_cpu_s, first_step = time.perf_counter(), time.process_time(), engine.metrics.num_steps
     chats = ([{"role": "user", "content": prompt}] for prompt in prompts)
     outputs = await asyncio.gather(*(engine.complete(chat, params) for chat in chats))
-    return Answers([output.token_ids for output in outputs], time.perf_counter() - started_s)
+    return Answers(
+        [output.token_ids for output in outputs],
+        seconds=time.perf_counter() - started_s,
+        cpu_s=time.process_time() - started_cpu_s,
+        num_steps=engine.metrics.num_steps - first_step,
+    )
 
 
 async def compare(engines: Sequence[AsyncEngine], kind: str, streams: int, arguments: argparse.Namespace) -> Any:
@@ -78,7 +85,10 @@ async def compare(engines: Sequence[AsyncEngine], kind: str, streams: int, argum
         "streams": streams,
         "without tok/s": statistics.median(plain.tokens_per_s for plain, _ in rounds),
         "with tok/s": statistics.median(drafted.tokens_per_s for _, drafted in rounds),
-        "ratio": statistics.median(drafted.tokens_per_s / plain.tokens_per_s for plain, drafted in rounds),
+        "steps without": statistics.median(plain.num_steps for plain, _ in rounds),
+        "steps with": statistics.median(drafted.num_steps for _, drafted in rounds),
+        "ratio of tok/s": statistics.median(drafted.tokens_per_s / plain.tokens_per_s for plain, drafted in rounds),
+        "ratio of CPU time": statistics.median(plain.cpu_s / drafted.cpu_s for plain, drafted in rounds),
         "accepted": (after.num_accepted_tokens - before.num_accepted_tokens) / max(1, num_drafts),
         "same tokens": all(plain.token_ids == drafted.token_ids for plain, drafted in rounds),
     }
