@@ -12,6 +12,7 @@ from torch import Tensor
 from aserve.distributed.context_shard import ContextShard
 from aserve.errors import ConfigError
 
+JOIN_TIMEOUT = timedelta(minutes=1)  # all are about to join when the first does; one that dies then is waited for
 TIMEOUT = timedelta(minutes=30)  # of a collective: ranks load at different speeds; a rank that dies is noticed at once
 _ALL_GATHER = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
@@ -32,7 +33,7 @@ class RankGroup:
     def join(self, store: Path) -> None:
         """Meet the other ranks at the file ``store``; blocks until all are there.
 
-        Raises ConfigError if this process is in a group already.
+        Raises ConfigError if this process is in a group already, RuntimeError if one is not there in JOIN_TIMEOUT.
         """
         if dist.is_initialized():
             raise ConfigError("an engine with several ranks runs in this process already, and there can be only one")
@@ -42,9 +43,10 @@ class RankGroup:
             init_method=store.absolute().as_uri(),
             rank=self.shard.rank,
             world_size=self.shard.size,
-            timeout=TIMEOUT,
+            timeout=JOIN_TIMEOUT,
             device_id=torch.device("cuda", torch.cuda.current_device()) if self._device.type == "cuda" else None,
         )
+        dist.distributed_c10d._set_pg_timeout(TIMEOUT)
         self._is_joined = True
 
     def all_gather(self, tensor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """From the configuration to a runner over one or several ranks: rank 0 is this process, it starts the others."""
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,18 +50,21 @@ def build_ranks(
     ]
     group = RankGroup(ContextShard(0, size), torch.device(settled.device))
     agreement = StepAgreement(size)
-    others = OtherRanks([_start(setup) for setup in setups[1:]], agreement, group.abort)
+    undo = contextlib.ExitStack()
+    undo.callback(folder.cleanup)
     try:
+        others = OtherRanks(_start(setups[1:], undo), agreement, group.abort)
+        undo.callback(group.close)
+        undo.callback(others.end, 0.0)
         others.await_milestone()
         group.join(store)
         local = build_runner(settled, files, eos_token_ids, compiler, group)
+        undo.callback(local.close)
         for milestone in others.await_milestone():
             if isinstance(milestone, Ready) and milestone.limits != local.limits:
                 raise ConfigError(f"ranks differ in what they allow: {milestone.limits}; rank 0: {local.limits}")
     except BaseException as error:
-        others.end(0.0)
-        group.close()
-        folder.cleanup()
+        undo.close()
         if agreement.failure is not None and not isinstance(error, ConfigError):
             raise ConfigError(str(agreement.failure)) from error
         raise
@@ -93,12 +97,17 @@ def settle(config: EngineConfig, files: ModelFiles) -> EngineConfig:
     )
 
 
-def _start(setup: Setup) -> RankProcess:
-    """Start the process of a rank and tell it what it is."""
-    environment = {}
-    if setup.config.device == "cuda":  # it sees its own GPU alone
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[setup.rank] if visible else str(setup.rank)
-    process = RankProcess.start(setup.rank, WORKER, environment)
-    process.send(setup)
-    return process
+def _start(setups: Sequence[Setup], undo: contextlib.ExitStack) -> list[RankProcess]:
+    """Start the process of each rank and tell it what it is; ``undo`` ends those that run if one cannot be started."""
+    processes = []
+    for setup in setups:
+        environment = {}
+        if setup.config.device == "cuda":  # it sees its own GPU alone
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[setup.rank] if visible else str(setup.rank)
+        process = RankProcess.start(setup.rank, WORKER, environment)
+        undo.callback(process.close)
+        undo.callback(process.kill)
+        process.send(setup)
+        processes.append(process)
+    return processes

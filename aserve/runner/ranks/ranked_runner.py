@@ -70,7 +70,10 @@ class RankedRunner(ModelRunner):
 
     def warm_up(self) -> None:
         self._others.broadcast(WarmUp())
-        self._local.warm_up()
+        try:
+            self._local.warm_up()
+        except Exception as error:
+            raise self._fail(error)  # noqa: B904 - most often the same
 
     def close(self) -> None:
         if self._agreement.failure is None:
@@ -88,9 +91,14 @@ class RankedRunner(ModelRunner):
         if error is None:
             tokens = done.result()
             self._agreement.answer(tokens, self._digest.advance(plan, tokens))
-        elif self._agreement.failure is None:
-            lost = self._others.find_ended()  # collectives fail when a rank ends, and do not say why
-            self._agreement.fail(lost or _as_exception(error))
+        else:
+            self._fail(_as_exception(error))
+
+    def _fail(self, error: Exception) -> Exception:
+        """Fail all steps, and return why: collectives fail when a rank ends, and do not say so."""
+        if self._agreement.failure is not None:
+            return self._agreement.failure
+        return self._agreement.fail(self._others.find_ended() or error)
 
 
 def _as_exception(error: BaseException) -> Exception:

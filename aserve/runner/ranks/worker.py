@@ -37,11 +37,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides, though a terminal or an init tells all
         signal.signal(number, signal.SIG_IGN)
     configure_logging("warning")
-    threading.Thread(target=end_with, args=(os.getppid(),), name="aserve-parent", daemon=True).start()
+    parent_id = os.getppid()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     status = 1
     try:
-        _run(channel)
+        _run(channel, parent_id)
         status = 0
     except EngineDeadError:
         pass
@@ -54,20 +54,33 @@ def main() -> None:
     os._exit(status)
 
 
-def end_with(parent_id: int) -> None:
-    """End this process soon after its parent, whatever it waits for."""
+def end_with(parent_id: int, store: Path) -> None:
+    """End this process soon after its parent, whatever it waits for; the ``store`` of the group goes with it."""
     while os.getppid() == parent_id:
         time.sleep(PARENT_POLL_S)
+    _remove(store)
     os._exit(1)
 
 
-def _run(channel: Channel) -> None:
+def _run(channel: Channel, parent_id: int) -> None:
+    """Do what rank 0 says from its first order on; if that ends in any other way than its last, rank 0 may be gone."""
     message = channel.receive()
     if message is None:
         raise EngineDeadError("rank 0 is gone")
     setup = decode_order(message)
     if not isinstance(setup, Setup):
         raise ValueError(f"the first order must be a Setup, not {setup}")
+    store = Path(setup.store)
+    threading.Thread(target=end_with, args=(parent_id, store), name="aserve-parent", daemon=True).start()
+    try:
+        _serve(channel, setup)
+    except BaseException:
+        _remove(store)
+        raise
+
+
+def _serve(channel: Channel, setup: Setup) -> None:
+    """Join the group, load, and follow orders to the last."""
     compiler = GrammarCompiler(load_tokenizer(setup.files)) if setup.has_grammars else None
     group = RankGroup(ContextShard(setup.rank, setup.size), torch.device(setup.config.device))
     channel.send(encode(Started()))
@@ -80,6 +93,13 @@ def _run(channel: Channel) -> None:
     Follower(channel, runner, compiler).follow()
     runner.close()
     group.close()
+
+
+def _remove(store: Path) -> None:
+    """Remove the file where the group met and its folder, as rank 0 does if it can."""
+    with contextlib.suppress(OSError):
+        store.unlink(missing_ok=True)
+        store.parent.rmdir()
 
 
 if __name__ == "__main__":

@@ -14,17 +14,20 @@ import torch
 from doubles_demo_engine import complete_all, in_loop, settled_stats
 from doubles_engine import LIMITS, LetterTokenizer, RecordingSink, letters, request, running_engine, until
 
+from aserve.config import EngineConfig
 from aserve.distributed.channel import Channel
 from aserve.distributed.context_shard import ContextShard
 from aserve.distributed.group import RankGroup
+from aserve.distributed.messages import Setup, encode
 from aserve.distributed.rank_process import RankProcess
 from aserve.errors import ClientError, EngineDeadError
+from aserve.model_files import ModelFiles
 from aserve.request import FinishReason, GrammarSpec, SamplingParams
 from aserve.runner.ranks.follower import Follower
 from aserve.runner.ranks.other_ranks import OtherRanks
 from aserve.runner.ranks.ranked_runner import RankedRunner
 from aserve.runner.ranks.step_agreement import StepAgreement
-from aserve.runner.ranks.worker import end_with
+from aserve.runner.ranks.worker import _run, end_with
 from aserve.runner.scripted import Script, ScriptedRunner
 from aserve.scheduler.plan import StepTokens
 from aserve.structured.compile import GrammarCompiler
@@ -210,11 +213,49 @@ def test_the_first_failure_is_the_one_that_everyone_hears() -> None:
     assert heard == [error, error], "who comes later must hear it, too"
 
 
-def test_a_worker_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_ends_while_all_warm_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 then sees a collective fail, and not why."""
+    ranks = make_ranks(letters, letters)
+
+    def warm_up() -> None:
+        ranks.threads[0].kill()
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(ranks.local, "warm_up", warm_up)
+    with pytest.raises(EngineDeadError, match="rank 1 has ended with status 1"):
+        ranks.runner.warm_up()
+    ranks.runner.close()
+
+
+def test_a_worker_that_loses_rank_0_takes_the_store_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tmp_path / "group" / "store"
+    store.parent.mkdir()
+    store.touch()
+    ours, theirs = socket.socketpair()
+    files = ModelFiles(tmp_path, "safetensors", "tiny")
+    Channel(ours).send(encode(Setup(1, 2, str(store), EngineConfig(device="cpu"), files, [], False)))
+
+    def lose(group: RankGroup, store: Path) -> None:
+        raise EngineDeadError("it is gone")
+
+    monkeypatch.setattr(RankGroup, "join", lose)
+    monkeypatch.setattr("aserve.runner.ranks.worker.end_with", lambda parent_id, store: None)
+    with ours, theirs, pytest.raises(EngineDeadError, match="it is gone"):
+        _run(Channel(theirs), 7)
+    assert not store.parent.exists()
+
+
+def test_a_worker_ends_with_its_parent_and_takes_the_store_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever it waits for: another process gets the orphan as its child."""
+    store = tmp_path / "group" / "store"
+    store.parent.mkdir()
+    store.touch()
     parents, statuses = iter([7, 7, 1]), list[int]()
     monkeypatch.setattr("aserve.runner.ranks.worker.PARENT_POLL_S", 0.0)
     monkeypatch.setattr("os.getppid", lambda: next(parents))
     monkeypatch.setattr("os._exit", statuses.append)
-    end_with(7)
+    end_with(7, store)
     assert statuses == [1]
+    assert not store.parent.exists()
