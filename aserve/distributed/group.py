@@ -38,14 +38,18 @@ class RankGroup:
         if dist.is_initialized():
             raise ConfigError("an engine with several ranks runs in this process already, and there can be only one")
         _prepare_environment()
-        dist.init_process_group(
-            "nccl" if self._device.type == "cuda" else "gloo",
-            init_method=store.absolute().as_uri(),
-            rank=self.shard.rank,
-            world_size=self.shard.size,
-            timeout=JOIN_TIMEOUT,
-            device_id=torch.device("cuda", torch.cuda.current_device()) if self._device.type == "cuda" else None,
-        )
+        try:
+            dist.init_process_group(
+                "nccl" if self._device.type == "cuda" else "gloo",
+                init_method=store.absolute().as_uri(),
+                rank=self.shard.rank,
+                world_size=self.shard.size,
+                timeout=JOIN_TIMEOUT,
+                device_id=torch.device("cuda", torch.cuda.current_device()) if self._device.type == "cuda" else None,
+            )
+        except BaseException:
+            dist.distributed_c10d._world.group_count = 0  # ranks that start afresh look for a group of this number
+            raise
         dist.distributed_c10d._set_pg_timeout(TIMEOUT)
         self._is_joined = True
 

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from doubles_models import make_oracle
 
 from aserve.config import EngineConfig
+from aserve.distributed.context_shard import ContextShard
+from aserve.distributed.group import RankGroup
 from aserve.distributed.rank_process import RankProcess
 from aserve.errors import ConfigError
 from aserve.model_files import ModelFiles
@@ -75,6 +78,10 @@ def test_a_rank_that_dies_before_it_joins_is_not_waited_for_long(
     with pytest.raises(ConfigError, match="rank 1 has ended with status 3"):
         start(tmp_path, 2)
     assert not list(temporary.iterdir())
+    alone = RankGroup(ContextShard(0, 1), torch.device("cpu"))
+    alone.join(tmp_path / "store")
+    assert torch.distributed.group.WORLD.group_name == "0", "ranks of another start would not find each other"
+    alone.close()
 
 
 def test_no_rank_is_left_when_another_cannot_be_started(
