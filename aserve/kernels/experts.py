@@ -110,10 +110,14 @@ def sum_by_expert(x: Tensor, choice: ExpertChoice, num_experts: int, apply: Call
 def sum_all_experts(
     x: Tensor, choice: ExpertChoice, num_experts: int, apply: Callable[[Tensor, int], Tensor]
 ) -> Tensor:
-    """Return the same without reading anything on the host: every expert is applied to every token."""
+    """Return the same without reading anything on the host: every expert is applied to every token.
+
+    What an expert makes of a token that does not take it counts for nothing, be it infinite.
+    """
     weights = torch.zeros(len(x), num_experts, dtype=torch.float32, device=x.device)
     weights.scatter_(1, choice.expert_ids, choice.weights)
     total = torch.zeros_like(x, dtype=torch.float32)
     for expert in range(num_experts):
-        total += apply(x, expert).float() * weights[:, expert : expert + 1]
+        weight = weights[:, expert : expert + 1]
+        total += (apply(x, expert).float() * weight).masked_fill_(weight == 0, 0.0)
     return total.to(x.dtype)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from doubles_attention import PagedCase, dense_attention, make_case, make_spec
+from triton.runtime.interpreter import interpreter_builder
 
 from aserve.attention.base import AttentionSpec
 from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
@@ -134,6 +135,26 @@ def test_keys_outside_the_window_are_not_read() -> None:
         pages[case.batch.page_table[0, 3].long(), :14] = torch.nan
     run(call)
     check(call, case, spec)
+
+
+def test_entries_behind_the_keys_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a window shorter than a block the last block may end behind the keys, where the table may end, too."""
+    spec = make_spec(2, 1, 64, sliding_window=3)
+    case = chunks(spec, [(5, 42)], page_size=1)
+    call = make_call(case, spec)
+    table = call.batch.page_table
+    end = table.data_ptr() + table.numel() * table.element_size()
+    load, read = interpreter_builder.create_masked_load, []
+
+    def record(ptrs: Any, mask: Any, *options: Any) -> Any:
+        read.extend(ptrs.data[mask.data].tolist())
+        return load(ptrs, mask, *options)
+
+    monkeypatch.setattr(interpreter_builder, "create_masked_load", record)
+    run(call)
+    check(call, case, spec)
+    assert DEVICE == "cuda" or end - table.element_size() in read, "of the last key; a GPU records nothing"
+    assert not any(end <= place < end + 4 * LAUNCH.block_len for place in read)
 
 
 def test_8_bit_pages() -> None:

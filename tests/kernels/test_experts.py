@@ -43,6 +43,13 @@ def test_without_reading_counts_on_the_host(case: ExpertsCase) -> None:
     assert_near(sum_all_experts(x, choice, case.num_experts, apply), moe64(x, scores, experts), torch.float32)
 
 
+def test_an_expert_that_overflows_for_tokens_that_do_not_take_it() -> None:
+    x = torch.ones(2, 4)
+    choice = choose_experts(torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]]), Routing(3, 1, True))
+    result = sum_all_experts(x, choice, 3, lambda rows, expert: rows * (torch.inf if expert == 1 else 3.0))
+    torch.testing.assert_close(result, 3 * x)
+
+
 def test_each_expert_is_applied_once_to_the_tokens_that_take_it() -> None:
     case = CASES["renormalised"]
     x, scores = case.draw_inputs(5, torch.float32, CPU)

@@ -7,6 +7,7 @@ from doubles_attention import torch_backend
 
 from aserve.attention.base import CaptureShape
 from aserve.distributed.context_shard import ContextShard
+from aserve.kernels.gpu.moe_launch import MoeLaunch, choose_moe_launch
 from aserve.kernels.gpu.step_inputs import PageSlots, SequenceSpans, TokenInputs, gather_inputs
 from aserve.runner.cuda.graphs import GraphSizes
 from aserve.runner.cuda.sizes import (
@@ -17,6 +18,7 @@ from aserve.runner.cuda.sizes import (
     fitting,
     mixed_shape,
     token_sizes,
+    warm_up_sizes,
 )
 from aserve.runner.cuda.step_arrays import ArrayLayout, Fields, StepFiller
 from aserve.scheduler.plan import StepPlan
@@ -169,6 +171,22 @@ def test_no_graph_holds_more_tokens_than_a_step_may_have(max_num_seqs: int, max_
     most = min(max_num_seqs, max_num_tokens)
     assert max(sizes.decodes) == max(sizes.heads) == most
     assert all(shape.num_tokens <= max_num_tokens for shape in sizes.shapes())
+
+
+@pytest.mark.parametrize("max_num_tokens", [512, 1500, 8192])
+@pytest.mark.parametrize(("num_experts", "experts_per_token"), [(128, 8), (8, 2), (32, 4), (128, 4), (256, 8)])
+def test_what_is_run_ahead_of_clients_uses_all_launches_of_experts(
+    num_experts: int, experts_per_token: int, max_num_tokens: int
+) -> None:
+    """With the largest step, which is run to measure memory; else one would be compiled while a client waits."""
+
+    def launch(num_tokens: int) -> MoeLaunch:
+        return choose_moe_launch(num_tokens * experts_per_token / num_experts, 2, 227 << 10)
+
+    sizes = warm_up_sizes(max_num_tokens)
+    assert sizes == sorted(set(sizes))
+    run = {launch(size) for size in (*sizes, max_num_tokens)}
+    assert run >= {launch(num_tokens) for num_tokens in range(1, max_num_tokens + 1)}
 
 
 @pytest.mark.parametrize("max_num_tokens", [1, 16, 100, 8192])

@@ -98,7 +98,7 @@ def paged_prefill(
     end = tl.maximum((first_position + 1) // BLOCK_LEN * BLOCK_LEN, begin)
     for PART in tl.static_range(0 if HAS_WINDOW else 1, 3):
         if PART == 0:
-            low, high = first_key // BLOCK_LEN * BLOCK_LEN, begin
+            low, high = first_key // BLOCK_LEN * BLOCK_LEN, tl.minimum(begin, stop)
         elif PART == 1:
             low, high = begin, end
         else:

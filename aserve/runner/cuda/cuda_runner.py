@@ -20,7 +20,7 @@ from aserve.runner.cuda.device_state import DeviceState
 from aserve.runner.cuda.graphs import Graphs
 from aserve.runner.cuda.head import CapturedHead, Head
 from aserve.runner.cuda.results import Download, Downloads
-from aserve.runner.cuda.sizes import MAX_DECODES, decode_sizes, exact_shape
+from aserve.runner.cuda.sizes import exact_shape, warm_up_sizes
 from aserve.runner.cuda.staging import StagedStep, Staging
 from aserve.runner.cuda.waiter import PendingStep, Waiter
 from aserve.runner.prompt_scores import ChunkScores, PromptScores
@@ -99,7 +99,8 @@ class CudaRunner(ModelRunner):
         return self._num_idle_launches
 
     def warm_up(self) -> None:
-        for plan in warm_up_plans(self._limits, decode_sizes(MAX_DECODES)):  # what has no graph compiles here
+        sizes = warm_up_sizes(self._limits.max_num_batched_tokens)
+        for plan in warm_up_plans(self._limits, sizes):  # what has no graph compiles here
             self.launch(plan).result()
         self._compilations.mark()
 

@@ -19,6 +19,16 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return sorted({*(size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest), largest})
 
 
+def warm_up_sizes(max_num_tokens: int) -> list[int]:
+    """Return token counts, ascending, that use every kernel and launch which a step may need.
+
+    Above MAX_DECODES only launches of experts still depend on the count, and none is for less than twice as many
+    tokens as it begins with.
+    """
+    doubled = (MAX_DECODES << i for i in range(1, max_num_tokens.bit_length()))
+    return [*decode_sizes(MAX_DECODES), *(size for size in doubled if size <= max_num_tokens)]
+
+
 def token_sizes(max_num_tokens: int) -> list[int]:
     """Return the token counts of mixed graphs, ascending, ending with ``max_num_tokens``: an eighth apart or closer."""
     return sorted({*(size for size in _grown() if size < max_num_tokens), max_num_tokens})
