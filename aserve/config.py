@@ -65,9 +65,9 @@ class EngineConfig:
     page_size: int | None = option(
         None, "tokens per KV page (of each rank), 1 to 256; default: 16 unless the attention backend needs another"
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = option(
+    kv_cache_dtype: Literal["auto", "fp8", "nvfp4"] = option(
         "auto",
-        "type of cached keys and values; auto: that of the model, fp8: e4m3 with scales",
+        "type of cached keys and values; auto: that of the model, fp8: e4m3 with scales, nvfp4: 4 bits",
     )
     cuda_graphs: bool = option(True, "capture the usual steps as CUDA graphs at start")
     kv_memory_gib: float | None = option(None, "GiB of KV pages; default: 1 on a CPU")

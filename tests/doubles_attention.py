@@ -18,6 +18,10 @@ from aserve.attention.base import (
     StepTables,
 )
 from aserve.attention.torch_backend import TorchBackend
+from aserve.kernels.nvfp4 import NVFP4, BlockScales
+
+# OCP Microscaling Formats 1.0, section 5.3.3: FP4 E2M1, by the bits of an element.
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 @dataclass
@@ -74,24 +78,25 @@ def make_case(
     numbers = pool_size - used + torch.randperm(used, generator=generator, device=device)
     poison, numbers = numbers[-1], numbers[:-1]
     page_table = poison.expand(len(key_lens), max(counts)).to(torch.int32, copy=True)
-    shape = (pool_size, page_size, spec.num_kv_heads, spec.head_dim)
-    pools = [torch.full(shape, math.nan, dtype=dtype, device=device).to(kv_dtype) for _ in range(2)]
+    inner = (spec.num_kv_heads, spec.head_dim)
+    poison_rows, _ = _draw_rows(1, inner, kv_dtype, 1.0, generator)
+    pools = [
+        [_poison((pool_size, page_size, *rows.shape[1:]), rows.dtype, device) for rows in poison_rows] for _ in range(2)
+    ]
     dense: tuple[list[Tensor], list[Tensor]] = ([], [])
     first = 0
     for i, key_len in enumerate(key_lens):
         pages = numbers[first : first + counts[i]]
         first += counts[i]
         page_table[i, : counts[i]] = pages
-        for pool, factor, tensors in zip(pools, scales, dense, strict=True):
-            scale = factor.view(-1, 1) if isinstance(factor, Tensor) else factor
-            values = torch.randn(key_len, *shape[2:], generator=generator, device=device)
-            stored = (values / scale).to(kv_dtype)
-            padded = torch.full((counts[i] * page_size, *shape[2:]), math.nan, device=device).to(kv_dtype)
-            padded[:key_len] = stored
-            pool.view(torch.uint8)[pages] = padded.view(-1, *shape[1:]).view(
-                torch.uint8
-            )  # floats of 8 bits know little
-            tensors.append(stored.to(dtype) * scale)
+        for pool, scale, tensors in zip(pools, scales, dense, strict=True):
+            stored, values = _draw_rows(key_len, inner, kv_dtype, scale, generator)
+            for part, rows in zip(pool, stored, strict=True):
+                padded = _poison((counts[i] * page_size, *rows.shape[1:]), rows.dtype, device)
+                padded[:key_len] = rows
+                bits = padded.view(-1, *part.shape[1:]).view(torch.uint8)
+                part.view(torch.uint8)[pages] = bits  # floats of 8 bits know little
+            tensors.append(values.to(dtype))
     q = torch.randn(sum(query_lens), spec.num_heads, spec.head_dim, generator=generator, device=device).to(dtype)
     batch = AttentionBatch(
         query_lens=query_lens,
@@ -103,7 +108,34 @@ def make_case(
         page_size=page_size,
         cu_key_lens=prefix_sum(key_lens).to(device),
     )
-    return PagedCase(batch, LayerKV(*pools, *scales), q, *dense)
+    (keys, *key_blocks), (values, *value_blocks) = pools
+    blocks = BlockScales(key_blocks[0], value_blocks[0]) if key_blocks else None
+    return PagedCase(batch, LayerKV(keys, values, *scales, blocks), q, *dense)
+
+
+def _poison(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """NaN, or for bytes of nvfp4, which has none, what is largest."""
+    if dtype == torch.uint8:
+        return torch.full(shape, 0x77, dtype=dtype, device=device)
+    return torch.full(shape, math.nan, device=device).to(dtype)
+
+
+def _draw_rows(
+    num_rows: int, inner: tuple[int, int], kv_dtype: torch.dtype, scale: float | Tensor, generator: torch.Generator
+) -> tuple[list[Tensor], Tensor]:
+    """Return rows as pages hold them, nvfp4's elements and scales of blocks apart, and what they stand for."""
+    device = generator.device
+    factor = scale.view(-1, 1) if isinstance(scale, Tensor) else scale
+    if kv_dtype != NVFP4:
+        stored = (torch.randn(num_rows, *inner, generator=generator, device=device) / factor).to(kv_dtype)
+        return [stored], stored.float() * factor
+    num_heads, head_dim = inner
+    codes = torch.randint(16, (num_rows, *inner), generator=generator, device=device)
+    sizes = 0.05 + torch.rand(num_rows, num_heads, head_dim // 16, generator=generator, device=device)
+    block_scales = (sizes / factor).to(torch.float8_e4m3fn)
+    packed = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    values = E2M1.to(device)[codes] * block_scales.float().repeat_interleave(16, dim=-1) * factor
+    return [packed, block_scales], values
 
 
 def prefix_sum(lens: list[int]) -> Tensor:

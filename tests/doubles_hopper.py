@@ -9,8 +9,12 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
+
+from aserve.kernels.cake.attention_call import KVPages
+from aserve.kernels.nvfp4 import NVFP4, BlockScales
 
 TESTS = Path(__file__).resolve().parent
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -52,3 +56,14 @@ def compile_by(script: Path, cache: Path, *arguments: str) -> list[Any]:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def make_pages(num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype) -> KVPages:
+    """Three pages of 16 tokens for keys and values alike, with scales that are not 1."""
+    bits = torch.empty(3, 16, num_kv_heads, head_dim, dtype=torch.uint8)
+    if kv_dtype != NVFP4:
+        pages = bits.to(kv_dtype)
+        return KVPages(pages, pages, 0.5, 0.25)
+    packed = bits[..., : head_dim // 2].contiguous()
+    block_scales = bits[..., : head_dim // 16].contiguous().to(torch.float8_e4m3fn)
+    return KVPages(packed, packed, 0.5, 0.25, BlockScales(block_scales, block_scales))

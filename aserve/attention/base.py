@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aserve.kernels.nvfp4 import NVFP4, BlockScales
+
 LseBase = Literal["e", "2"]
 Phase = Literal["prefill", "decode"]  # chunks of prompts, or one token of each sequence
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
@@ -117,7 +119,7 @@ class StepLens:
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """What keys and values in pages of 8 bits are to be multiplied with.
+    """What keys and values in pages of 8 or 4 bits are to be multiplied with.
 
     Numbers for the whole layer, or float32 [KV heads] on its device.
     """
@@ -133,16 +135,17 @@ class KVScales:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Key and value pages of one layer: [pages, page_size, KV heads, head_dim] each.
+    """Key and value pages of one layer: [pages, page_size, KV heads, head_dim] each, half as wide in nvfp4.
 
     In memory they lie as the backend's ``kv_order`` says: contiguous for NHD; for HND ``key.transpose(1, 2)`` is.
-    Pages of an 8-bit dtype hold keys divided by ``key_scale`` and values divided by ``value_scale``; see ``KVScales``.
+    Pages of 8 or 4 bits hold keys divided by ``key_scale`` and values divided by ``value_scale``; see ``KVScales``.
     """
 
     key: Tensor
     value: Tensor
     key_scale: float | Tensor = 1.0
     value_scale: float | Tensor = 1.0
+    block_scales: BlockScales | None = None  # of nvfp4
 
 
 def common_scale(scale: float | Tensor) -> float:
@@ -158,7 +161,7 @@ class AttentionProblem:
 
     device_type: str  # "cpu" or "cuda"
     dtype: torch.dtype  # of queries
-    kv_dtype: torch.dtype  # of keys and values in the pool
+    kv_dtype: torch.dtype  # of keys and values in the pool; NVFP4 names that format
     page_size: int
     kinds: tuple[AttentionKind, ...]  # of the model's layers, each once
     capability: tuple[int, int] = (0, 0)  # of a CUDA device: (9, 0) is Hopper
@@ -269,5 +272,5 @@ def capability_name(capability: tuple[int, int]) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """'bfloat16' for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
+    """'bfloat16' for torch.bfloat16, 'nvfp4' for what names that format."""
+    return "nvfp4" if dtype == NVFP4 else str(dtype).removeprefix("torch.")

@@ -100,7 +100,7 @@ class CakeBackend(AttentionBackend):
     ) -> tuple[Tensor, Tensor | None]:
         out = q.new_empty(q.shape) if out is None else out
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-        pages = KVPages(layer_kv.key, layer_kv.value, layer_kv.key_scale, layer_kv.value_scale)
+        pages = KVPages(layer_kv.key, layer_kv.value, layer_kv.key_scale, layer_kv.value_scale, layer_kv.block_scales)
         rules = ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks)
         if plan.decodes is not None and self._decodes is not None:
             tokens = slice(0, len(plan.decodes.batch.rows))

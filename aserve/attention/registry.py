@@ -11,6 +11,7 @@ from aserve.attention.hybrid import HybridBackend
 from aserve.errors import ConfigError
 from aserve.kernels.cake.tables import variant_names
 from aserve.kernels.cpu import library
+from aserve.kernels.nvfp4 import NVFP4
 from aserve.registry import Entry, Registry
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ PREFERENCES = {  # what "auto" tries, best first, by the device's type or, on CU
     "cuda 10.3": ("trtllm", "fi", "torch"),
 }
 SINK_PREFERENCES = ("fa,cake", "torch,cake")  # on CUDA, for layers with sinks, before "torch", which comes last
+NVFP4_PREFERENCES = ("cake",)  # the same for pages of nvfp4, which only these two read
 PAGE_SIZES = (16, 32, 64, 128, 256)  # tried in this order if the size is free
 
 
@@ -172,9 +174,14 @@ def _choose(problem: AttentionProblem, device: torch.device) -> AttentionBackend
 def preferences(problem: AttentionProblem) -> tuple[str, ...]:
     """Return what "auto" tries for ``problem``, best first."""
     usual = PREFERENCES.get(_describe(problem), PREFERENCES[problem.device_type])
-    if problem.device_type == "cuda" and any(kind.has_sinks for kind in problem.kinds):
-        return (*usual[:-1], *SINK_PREFERENCES, usual[-1])
-    return usual
+    if problem.device_type != "cuda":
+        return usual
+    special: tuple[str, ...] = ()
+    if problem.kv_dtype == NVFP4:
+        special = NVFP4_PREFERENCES
+    elif any(kind.has_sinks for kind in problem.kinds):
+        special = SINK_PREFERENCES
+    return (*usual[:-1], *special, usual[-1])
 
 
 def _describe(problem: AttentionProblem) -> str:

@@ -21,6 +21,7 @@ from aserve.attention.base import (
     StepTables,
 )
 from aserve.attention.softmax import attend
+from aserve.kernels.nvfp4 import dequantise
 
 MAX_GROUP_KEYS = 65_536  # padded keys gathered at once for decodes
 MAX_CAPTURED_KEYS = 1 << 18  # padded keys that a graph may gather: some GiB of float32
@@ -62,7 +63,7 @@ class TorchPlan:
 
 
 class TorchBackend(AttentionBackend):
-    """Reads pools of any float dtype, page size, group of heads and head size."""
+    """Reads pools of any float dtype and of nvfp4, of any page size, group of heads and head size."""
 
     name = "torch"
     lse_base: LseBase = "e"
@@ -173,23 +174,31 @@ def _find_key_rows(page_table: Tensor, positions: Tensor, num_kv_heads: int, pag
     return slots.unsqueeze(1) * num_kv_heads + heads.view(-1, 1)
 
 
-def _gather(pages: Tensor, scale: float | Tensor, key_rows: Tensor) -> Tensor:
-    """Read ``key_rows`` [N, K, L] of ``pages`` [pages, page_size, K, D] as float32 [N, K, L, D], times ``scale``."""
-    head_dim = pages.shape[-1]
-    rows = pages.view(-1, head_dim)
+def _gather(pages: Tensor, key_rows: Tensor) -> Tensor:
+    """Return ``key_rows`` [N, K, L] of ``pages`` [pages, page_size, K, W], [N, K, L, W]."""
+    width = pages.shape[-1]
+    rows = pages.view(-1, width)
     if pages.itemsize == 1:  # torch gathers no floats of 8 bits, but bytes
         gathered = rows.view(torch.uint8).index_select(0, key_rows.view(-1)).view(pages.dtype)
     else:
         gathered = rows.index_select(0, key_rows.view(-1))
-    values = gathered.view(*key_rows.shape, head_dim).float()
+    return gathered.view(*key_rows.shape, width)
+
+
+def _read(pages: Tensor, block_scales: Tensor | None, scale: float | Tensor, key_rows: Tensor) -> Tensor:
+    """Return the keys or values of ``key_rows`` [N, K, L], times ``scale``, as float32 [N, K, L, D]."""
+    stored = _gather(pages, key_rows)
+    values = stored.float() if block_scales is None else dequantise(stored, _gather(block_scales, key_rows))
     if isinstance(scale, Tensor):
         return values.mul_(scale.view(-1, 1, 1))
     return values if scale == 1.0 else values.mul_(scale)
 
 
 def _gather_keys_and_values(layer_kv: LayerKV, key_rows: Tensor) -> tuple[Tensor, Tensor]:
-    keys = _gather(layer_kv.key, layer_kv.key_scale, key_rows)
-    return keys, _gather(layer_kv.value, layer_kv.value_scale, key_rows)
+    blocks = layer_kv.block_scales
+    key_blocks, value_blocks = (None, None) if blocks is None else (blocks.key, blocks.value)
+    keys = _read(layer_kv.key, key_blocks, layer_kv.key_scale, key_rows)
+    return keys, _read(layer_kv.value, value_blocks, layer_kv.value_scale, key_rows)
 
 
 def _attend_group(

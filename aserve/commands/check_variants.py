@@ -93,5 +93,5 @@ def _describe(config: EngineConfig, files: ModelFiles, gpu: Gpu | None) -> Atten
     )
     method = resolve_quantization("none", cpu, is_demo=False)
     model = Decoder(shape, WeightFormat(method, dtype, torch.device("meta")), Operators())
-    kv = KVFormat(resolve_kv_dtype(config.kv_cache_dtype, dtype))
+    kv = KVFormat(resolve_kv_dtype(config.kv_cache_dtype, dtype, shape.head_dim))
     return describe_problem(config, model, cpu if gpu is None else torch.device("cuda"), dtype, kv, gpu or Gpu())

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aserve.kernels.experts import SILU, Experts, choose_experts, sum_all_experts, sum_by_expert
+from aserve.kernels.nvfp4 import BlockScales, quantise
 
 Activation = Literal["silu", "gelu_tanh"]  # of the gate; GELU in its tanh approximation
 
@@ -55,7 +56,7 @@ class KVTarget:
     """Where keys and values of a step go.
 
     Pages [pages, page_size, K, D] each; they may be a transposed view of [pages, K, page_size, D] in memory. Pages of
-    an 8-bit dtype take values divided by the scales, numbers or float32 [K].
+    an 8-bit dtype take values divided by the scales, numbers or float32 [K]. With block scales pages are of nvfp4.
     """
 
     key: Tensor
@@ -63,6 +64,7 @@ class KVTarget:
     slot_mapping: Tensor  # [T] int64
     key_scale: float | Tensor = 1.0
     value_scale: float | Tensor = 1.0
+    block_scales: BlockScales | None = None
 
 
 class Operators:
@@ -102,12 +104,18 @@ class Operators:
 
     def store_kv(self, k: Tensor, v: Tensor, target: KVTarget) -> None:
         """Write k, v [T, K, D] to ``target``."""
-        for pages, new, scale in ((target.key, k, target.key_scale), (target.value, v, target.value_scale)):
-            stored = _to_pages(new, pages.dtype, scale)
-            if pages.is_contiguous():
-                pages.view(-1, *pages.shape[2:])[target.slot_mapping] = stored
-            else:
-                pages[target.slot_mapping // pages.shape[1], target.slot_mapping % pages.shape[1]] = stored
+        slots, blocks = target.slot_mapping, target.block_scales
+        if blocks is None:
+            _write(target.key, slots, _to_pages(k, target.key.dtype, target.key_scale))
+            _write(target.value, slots, _to_pages(v, target.value.dtype, target.value_scale))
+            return
+        for pages, block_scales, new, scale in (
+            (target.key, blocks.key, k, target.key_scale),
+            (target.value, blocks.value, v, target.value_scale),
+        ):
+            packed, new_scales = quantise(new, _per_head(scale))
+            _write(pages, slots, packed)
+            _write(block_scales, slots, new_scales)
 
     def linear(self, x: Tensor, linear: Projection) -> Tensor:
         """Return linear(x)."""
@@ -175,13 +183,24 @@ class Operators:
         return experts.down(hidden, expert)
 
 
+def _write(pages: Tensor, slots: Tensor, stored: Tensor) -> None:
+    if pages.is_contiguous():
+        pages.view(-1, *pages.shape[2:])[slots] = stored
+    else:
+        pages[slots // pages.shape[1], slots % pages.shape[1]] = stored
+
+
+def _per_head(scale: float | Tensor) -> float | Tensor:
+    """Return a scale so that keys [T, K, D] can be divided by it."""
+    return scale.view(-1, 1) if isinstance(scale, Tensor) else scale
+
+
 def _to_pages(new: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     """Convert keys or values to the pool's dtype; 8-bit floats saturate, for their conversion makes NaN of overflow."""
     if dtype.itemsize > 1:
         return new.to(dtype)
     limit = torch.finfo(dtype).max
-    scale = scale.view(-1, 1) if isinstance(scale, Tensor) else scale
-    return (new.float() / scale).clamp(-limit, limit).to(dtype)
+    return (new.float() / _per_head(scale)).clamp(-limit, limit).to(dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -182,7 +182,14 @@ class Attention:
     def forward(self, qkv: Tensor, cos_sin: Tensor, ctx: ForwardContext) -> Tensor:
         """Write this step's keys and values to the pool, attend; qkv is the merged projection, the result [T, E]."""
         operators, layer_kv = ctx.operators, ctx.layers_kv[self.spec.layer_idx]
-        target = KVTarget(layer_kv.key, layer_kv.value, ctx.slot_mapping, layer_kv.key_scale, layer_kv.value_scale)
+        target = KVTarget(
+            layer_kv.key,
+            layer_kv.value,
+            ctx.slot_mapping,
+            layer_kv.key_scale,
+            layer_kv.value_scale,
+            layer_kv.block_scales,
+        )
         q = operators.rope_store(qkv, self._heads, self._norms(), cos_sin, ctx.positions, target)
         attended, _ = ctx.backend.forward(q, layer_kv, ctx.plan, self.spec)
         return operators.linear(attended.flatten(1), self._output)

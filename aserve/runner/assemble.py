@@ -46,7 +46,7 @@ def outline(
 ) -> tuple[DeviceParts, KVLayout]:
     """Return the parts with no pages but the dummy ones, for the context that is asked for, and the pages' layout."""
     shape = model.config
-    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, shape.head_dim)
     scales = resolve_kv_scales(model, kv_dtype, dtype, device, operators)
     kv = KVFormat(kv_dtype, has_head_scales=any(layer.are_per_head for layer in scales))
     problem = describe_problem(config, model, device, dtype, kv, Gpu.of(device))

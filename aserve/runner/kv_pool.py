@@ -6,6 +6,7 @@ import torch
 
 from aserve.attention.base import AttentionBackend, KVOrder, KVScales, LayerKV
 from aserve.errors import ConfigError
+from aserve.kernels.nvfp4 import BLOCK, NVFP4, BlockScales
 
 NUM_DUMMY_PAGES = 1  # at the end of the pool; the dummy row points at them, the scheduler does not know them
 GIB = 1 << 30
@@ -25,12 +26,21 @@ class KVLayout:
     num_ranks: int = 1  # that share the tokens of each page
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes that a rank keeps of one page: keys and values of all layers."""
-        return 2 * self.num_layers * self.page_elements(page_size) * self.dtype.itemsize
+        """Bytes that a rank keeps of one page: keys and values of all layers, scales of blocks included."""
+        num_elements = self.page_elements(page_size)
+        num_bytes = num_elements * self.dtype.itemsize
+        if self.dtype == NVFP4:
+            num_bytes += num_elements * 2 // BLOCK
+        return 2 * self.num_layers * num_bytes
 
     def page_elements(self, page_size: int) -> int:
-        """Elements that a rank keeps of one page in one layer's keys (or values)."""
-        return page_size // self.num_ranks * self.num_kv_heads * self.head_dim
+        """Elements that a rank keeps of one page in one layer's keys (or values); pairs of nvfp4's."""
+        return page_size // self.num_ranks * self.num_kv_heads * self.head_width
+
+    @property
+    def head_width(self) -> int:
+        """Elements of a head in a page, pairs of nvfp4's."""
+        return self.head_dim // 2 if self.dtype == NVFP4 else self.head_dim
 
 
 def count_pages(layout: KVLayout, page_size: int, memory_gib: float) -> int:
@@ -82,11 +92,18 @@ def allocate_pool(layout: KVLayout, page_size: int, num_pages: int) -> list[Laye
     is_transposed = layout.order == "HND"
     own_size = page_size // layout.num_ranks
     tokens_and_heads = (layout.num_kv_heads, own_size) if is_transposed else (own_size, layout.num_kv_heads)
-    shape = (num_pages + NUM_DUMMY_PAGES, *tokens_and_heads, layout.head_dim)
+    shape = (num_pages + NUM_DUMMY_PAGES, *tokens_and_heads)
 
-    def zeros() -> torch.Tensor:
-        pages = torch.zeros(shape, dtype=layout.dtype, device=layout.device)
+    def zeros(width: int, dtype: torch.dtype) -> torch.Tensor:
+        pages = torch.zeros(*shape, width, dtype=dtype, device=layout.device)
         return pages.transpose(1, 2) if is_transposed else pages
 
-    scales = layout.scales or (KVScales(),) * layout.num_layers
-    return [LayerKV(zeros(), zeros(), layer.key, layer.value) for layer in scales]
+    def allocate(scales: KVScales) -> LayerKV:
+        if layout.dtype != NVFP4:
+            key, value = (zeros(layout.head_dim, layout.dtype) for _ in range(2))
+            return LayerKV(key, value, scales.key, scales.value)
+        key, value = (zeros(layout.head_width, torch.uint8) for _ in range(2))
+        blocks = BlockScales(*(zeros(layout.head_dim // BLOCK, torch.float8_e4m3fn) for _ in range(2)))
+        return LayerKV(key, value, scales.key, scales.value, blocks)
+
+    return [allocate(scales) for scales in layout.scales or (KVScales(),) * layout.num_layers]

@@ -5,6 +5,7 @@ import torch
 from aserve.attention.base import AttentionProblem, KVScales
 from aserve.attention.torch_backend import TorchBackend
 from aserve.errors import ConfigError, WeightsError
+from aserve.kernels.nvfp4 import MAX_BLOCK_SCALE, MAX_ELEMENT, NVFP4
 from aserve.kernels.operators import Operators
 from aserve.models.decoder import Decoder
 from aserve.runner.kv_pool import KVLayout, allocate_pool
@@ -14,7 +15,7 @@ from aserve.runner.resolve import log_choice
 NUM_TOKENS = 256  # that are run to see how large keys and values get
 SEED = 20
 HEADROOM = 2.0  # other text may have larger ones; floats of 8 bits lose nothing by it
-LARGEST = {torch.float8_e4m3fn: 448.0}  # what pages hold at scale 1
+LARGEST = {torch.float8_e4m3fn: 448.0, NVFP4: MAX_ELEMENT * MAX_BLOCK_SCALE}  # what pages hold at scale 1
 
 
 def resolve_kv_scales(

@@ -10,6 +10,7 @@ from aserve.attention.base import AttentionBackend, dtype_name
 from aserve.config import EngineConfig
 from aserve.errors import ConfigError
 from aserve.kernels.choose import choose_operators
+from aserve.kernels.nvfp4 import HEAD_GRAIN, NVFP4
 from aserve.kernels.operators import Operators
 from aserve.model_files import ModelFiles
 from aserve.quantization.base import QuantMethod
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 MAX_NUM_SEQS = {"cpu": 32, "cuda": 320}
 CPU_KV_MEMORY_GIB = 1.0
-KV_DTYPES = {"fp8": torch.float8_e4m3fn}  # "auto": that of the model
+KV_DTYPES = {"fp8": torch.float8_e4m3fn, "nvfp4": NVFP4}  # "auto": that of the model
 MAX_GPU_DRAFTS = 256  # of one step, each of which has a row of logits
 
 
@@ -81,9 +82,11 @@ def resolve_max_num_drafts(config: EngineConfig, max_num_seqs: int) -> int:
     return value
 
 
-def resolve_kv_dtype(setting: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of cached keys and values."""
+def resolve_kv_dtype(setting: str, dtype: torch.dtype, head_dim: int) -> torch.dtype:
+    """Return the type of cached keys and values. Raises ConfigError if heads of ``head_dim`` cannot be kept in it."""
     kv_dtype = KV_DTYPES.get(setting, dtype)
+    if kv_dtype == NVFP4 and head_dim % HEAD_GRAIN:
+        raise ConfigError(f"kv_cache_dtype 'nvfp4' needs a head_dim that is a multiple of {HEAD_GRAIN}, not {head_dim}")
     log_choice("kv_cache_dtype", dtype_name(kv_dtype), "as set" if setting in KV_DTYPES else "the model's")
     return kv_dtype
 

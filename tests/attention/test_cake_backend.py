@@ -32,6 +32,7 @@ from aserve.attention.base import (
 from aserve.attention.cake_backend import CakeBackend
 from aserve.attention.hybrid import HybridBackend
 from aserve.attention.torch_backend import TorchBackend
+from aserve.kernels.nvfp4 import NVFP4
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -142,10 +143,11 @@ def test_chunks_alone() -> None:
     check(*backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True), case, spec)
 
 
-def test_8_bit_pages() -> None:
+@pytest.mark.parametrize("kv_dtype", [FP8, NVFP4], ids=["fp8", "nvfp4"])
+def test_pages_of_few_bits(kv_dtype: torch.dtype) -> None:
     spec = make_spec(4, 2, 64)
-    case = mixed(spec, [128, 40], [(20, 50)], kv_dtype=FP8, scales=(0.25, 0.5))
-    backend = make_backend(spec, kv_dtype=FP8)
+    case = mixed(spec, [128, 40], [(20, 50)], kv_dtype=kv_dtype, scales=(0.25, 0.5))
+    backend = make_backend(spec, kv_dtype=kv_dtype)
     check(*backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True), case, spec)
 
 

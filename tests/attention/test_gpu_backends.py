@@ -13,6 +13,7 @@ from aserve.attention.base import AttentionSpec, CaptureShape, StepLens
 from aserve.attention.cake_backend import CakeBackend
 from aserve.attention.flash_infer_backend import FlashInferBackend
 from aserve.attention.hybrid import HybridBackend
+from aserve.kernels.nvfp4 import NVFP4
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -103,6 +104,17 @@ def test_8_bit_pages(setting: str) -> None:
         expected, _ = dense_attention(exact, spec)
         error = (output.double().cpu() - expected).norm() / expected.norm()
         assert error < 0.05
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_pages_of_nvfp4(head_dim: int) -> None:
+    """With scales that are not 1, of a layer and of each head."""
+    per_head = (torch.tensor([0.25, 2.0], device="cuda"), torch.tensor([4.0, 0.5], device="cuda"))
+    for scales, options in (((0.25, 0.5), {}), (per_head, {"sliding_window": 100, "softcap": 5.0})):
+        spec = make_spec(8, 2, head_dim, **options)
+        sizes: tuple[Any, ...] = ([1, 1, 1, 30, 200], [700, 17, 4096, 30, 900], 3)
+        case = make_case(spec, *sizes, dtype=BF16, device="cuda", kv_dtype=NVFP4, scales=scales)
+        run_eagerly("cake", case, spec)
 
 
 @pytest.mark.parametrize("setting", HERE)

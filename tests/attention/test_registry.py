@@ -12,6 +12,7 @@ from doubles_attention import make_problem
 from aserve.attention import flash_attention_flavours, registry
 from aserve.attention.base import AttentionBackend, AttentionKind, AttentionProblem, AttentionSpec, KVOrder, Phase
 from aserve.attention.cake_backend import CakeBackend
+from aserve.attention.cpu_backend import CpuBackend
 from aserve.attention.flash_attention_backend import FlashAttentionBackend
 from aserve.attention.flash_infer_backend import FlashInferBackend
 from aserve.attention.hybrid import HybridBackend
@@ -19,6 +20,7 @@ from aserve.attention.registry import BACKENDS, resolve_backend
 from aserve.attention.torch_backend import TorchBackend
 from aserve.attention.trtllm_backend import TrtllmBackend
 from aserve.errors import ConfigError
+from aserve.kernels.nvfp4 import NVFP4
 from aserve.registry import Entry, Registry
 
 CPU = torch.device("cpu")
@@ -283,6 +285,42 @@ def test_auto_for_layers_with_sinks(
     assert choice.startswith(f"attention_backend={expected} (")
     if "fi" in installed and expected != "trtllm":
         assert ("no attention sinks" if capability >= (8, 0) else "compute capability 8.0 or more") in choice
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "expected"),
+    [
+        ((9, 0), {"fi", "fa", "trtllm", "cake"}, "cake"),
+        ((10, 0), {"fi", "fa", "trtllm", "cake"}, "cake"),
+        ((8, 0), {"fi", "fa", "trtllm", "cake"}, "torch"),
+        ((9, 0), {"fi", "fa", "trtllm"}, "torch"),
+    ],
+)
+def test_auto_for_pages_of_nvfp4(
+    capability: tuple[int, int],
+    installed: set[str],
+    expected: str,
+    played_backends: Callable[[set[str]], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    played_backends(installed)
+    assert resolve_backend("auto", on_gpu(capability, kv_dtype=NVFP4), CPU).name == expected
+    (choice,) = (record.getMessage() for record in caplog.records if "attention_backend=" in record.getMessage())
+    assert "it does not read nvfp4 with queries in bfloat16" in choice
+
+
+@pytest.mark.parametrize("setting", ["fi", "fa", "trtllm", "fi,cake", "cpu"])
+def test_pages_of_nvfp4_are_refused_by_who_does_not_read_them(
+    setting: str, played_backends: Callable[[set[str]], None]
+) -> None:
+    played_backends({"fi", "fa", "trtllm", "cake"})
+    if setting == "cpu":
+        problem = dataclasses.replace(make_problem(), kv_dtype=NVFP4)
+        assert CpuBackend.refuse(problem, "decode") == "it does not read nvfp4"
+        return
+    with pytest.raises(ConfigError, match=r"'(fi|fa|trtllm)' cannot serve .*nvfp4"):
+        resolve_backend(setting, on_gpu((9, 0), kv_dtype=NVFP4), CPU)
 
 
 def test_what_flash_attention_4_cannot_do_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

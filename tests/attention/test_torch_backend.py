@@ -9,6 +9,7 @@ from doubles_attention import CapturedCase, PagedCase, dense_attention, make_cas
 
 from aserve.attention.base import AttentionSpec, CaptureShape
 from aserve.attention.torch_backend import TorchBackend
+from aserve.kernels.nvfp4 import NVFP4
 
 LENGTHS = [1, 15, 16, 17, 257]
 
@@ -110,14 +111,15 @@ def test_queries_may_be_a_strided_view() -> None:
 HEAD_SCALES = (torch.tensor([0.25, 2.0]), torch.tensor([4.0, 0.5]))
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, NVFP4], ids=["fp8", "nvfp4"])
 @pytest.mark.parametrize("scales", [(0.25, 0.5), HEAD_SCALES], ids=["layer", "head"])
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 7, 20]])
 def test_scales_of_keys_and_values_are_applied_once(
-    query_lens: list[int], scales: tuple[float, float] | tuple[torch.Tensor, torch.Tensor]
+    query_lens: list[int], scales: tuple[float, float] | tuple[torch.Tensor, torch.Tensor], kv_dtype: torch.dtype
 ) -> None:
     spec = make_spec(4, 2, 64)
     key_lens, num_decodes = [40, 17, 33], query_lens.count(1)
-    case = make_case(spec, query_lens, key_lens, num_decodes, kv_dtype=torch.float8_e4m3fn, scales=scales)
+    case = make_case(spec, query_lens, key_lens, num_decodes, kv_dtype=kv_dtype, scales=scales)
     check(case, spec)
 
 

@@ -35,7 +35,7 @@ def generate(folder: Path, kv_cache_dtype: str, *, prefix_cache: bool) -> list[R
         return [llm.generate([prompt], params)[0] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "nvfp4"])
 def test_pages_that_are_found_again_give_the_same_tokens(tmp_path: Path, kv_cache_dtype: str) -> None:
     alone = generate(tmp_path, kv_cache_dtype, prefix_cache=False)
     shared = generate(tmp_path, kv_cache_dtype, prefix_cache=True)

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 from aserve.kernels.gpu import gate_mul, norm, rope_store
 from aserve.kernels.gpu.compile_count import CompileCounter
 from aserve.kernels.gpu.small_linear import NormBefore, SmallLinear, apply_small_linear
+from aserve.kernels.nvfp4 import BlockScales
 from aserve.kernels.operators import HeadLayout, HeadNorms, KVTarget
 
 
@@ -46,10 +47,13 @@ def compile_all(overlap: bool, num_tokens: int) -> None:
     norm.add_rms_norm(x, x.clone(), gain, 1e-6, overlap)
     gate_mul.silu_mul(bf16(num_tokens, 24576), overlap)
     norms = HeadNorms(bf16(128), bf16(128), 1e-6)
-    for page_dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        pages = torch.empty(4, 16, 8, 128, dtype=page_dtype)
+    blocks = torch.empty(4, 16, 8, 8, dtype=torch.float8_e4m3fn)
+    for page_dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
+        is_packed = page_dtype == torch.uint8
+        pages = torch.empty(4, 16, 8, 64 if is_packed else 128, dtype=page_dtype)
         places = torch.zeros(num_tokens, dtype=torch.int64)
-        target = KVTarget(pages, pages.clone(), places, 0.5, 0.25)
+        block_scales = BlockScales(blocks, blocks.clone()) if is_packed else None
+        target = KVTarget(pages, pages.clone(), places, 0.5, 0.25, block_scales)
         layout = HeadLayout(32, 8, 128)
         rope_store.rope_store(bf16(num_tokens, 6144), layout, norms, torch.empty(99, 128), places, target, overlap)
     qkv, down, gate_up = SmallLinear(bf16(6144, 4096), bf16(6144)), SmallLinear(bf16(4096, 12288)), bf16(24576, 4096)

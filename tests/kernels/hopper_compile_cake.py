@@ -13,17 +13,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from doubles_hopper import HopperDriver, read_resources
+from doubles_hopper import HopperDriver, make_pages, read_resources
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
+from aserve.kernels.cake.attention_call import AttentionCall, PagedBatch, ScoreRules
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
 from aserve.kernels.cake.plain_decode import run_plain_decode
 from aserve.kernels.cake.select_variant import VariantProblem, refuse_variant
 from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
 from aserve.kernels.cake.tuned_launches import tune_rows
+from aserve.kernels.nvfp4 import element_bytes
 
 CPU = torch.device("cpu")
 GROUP = 4
@@ -37,6 +38,8 @@ def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: An
         "copies": re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], 0x([0-9a-f]+)", kernel.asm["ptx"]),
         "products": len(re.findall(r"(?:mma|wgmma)\S*\.sync", kernel.asm["ptx"])),
         "roundings": len(re.findall(r"cvt\S*\.bf16\.f16", kernel.asm["ptx"])),
+        "byte_loads": len(re.findall(r"ld\.shared\.b8", kernel.asm["ptx"])),
+        "scalings": re.findall(r"mul\S*\.f16\S*", kernel.asm["ptx"]),
         "shared_bytes": kernel.metadata.shared,
         "is_new": all(kernel is not other for other in kernels),
         **read_resources(kernel.asm["cubin"]),
@@ -54,7 +57,6 @@ def compile_variant(
     place.update(variant=variant.name, group=group)
     head_dim, num_kv_heads = variant.head_dims[-1], 2
     q = torch.empty(num_seqs, num_kv_heads * group, head_dim, dtype=dtype)
-    pages = torch.empty(3, 16, num_kv_heads, head_dim, dtype=torch.uint8).to(kv_dtype)
     table = torch.zeros(num_seqs + 1, width, dtype=torch.int32)
     lens = torch.ones(num_seqs + first, dtype=torch.int32)[first:]
     sinks = torch.zeros(num_kv_heads * group) if is_full else None
@@ -63,7 +65,7 @@ def compile_variant(
         q,
         torch.empty_like(q),
         torch.empty(q.shape[:2]) if is_full else None,
-        KVPages(pages, pages, 0.5, 0.25),
+        make_pages(num_kv_heads, head_dim, kv_dtype),
         PagedBatch(table, lens, lens, 16),
         rules,
     )
@@ -99,7 +101,7 @@ def compile_edges(capability: tuple[int, int]) -> None:
             problem = VariantProblem(dtype, kv_dtype, row.head_dims[-1], group, capability)
             problem = replace(problem, max_keys=row.max_keys or 8192, max_seqs=row.max_seqs or 320)
             if row.launch is not None and refuse_variant(row, problem) is None:
-                place["bound"] = row.launch.shared_bytes(problem.head_dim, group, kv_dtype.itemsize)
+                place["bound"] = row.launch.shared_bytes(problem.head_dim, group, element_bytes(kv_dtype))
                 compile_variant(row, 16, 64, first=0, is_full=True, group=group)
 
 

@@ -10,11 +10,11 @@ import sys
 from typing import Any
 
 import torch
-from doubles_hopper import HopperDriver, read_resources
+from doubles_hopper import HopperDriver, make_pages, read_resources
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
+from aserve.kernels.cake.attention_call import AttentionCall, PagedBatch, ScoreRules
 from aserve.kernels.cake.paged_prefill import run_prefill
 from aserve.kernels.cake.prefill_launch import PLAIN_LAUNCH
 from aserve.kernels.cake.prefill_tiles import PrefillTiles, fill_tiles
@@ -31,7 +31,7 @@ def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: An
     line = {
         "kernel": self.fn.__name__,
         "copies": re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], 0x([0-9a-f]+)", ptx),
-        "turns_ahead": [int(count) // 2 for count in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)],
+        "under_way": [int(count) for count in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)],  # at each wait
         "group_products": len(re.findall(r"wgmma\.mma_async", ptx)),
         "warp_products": len(re.findall(r"\bmma\.sync", ptx)),
         "roundings": len(re.findall(r"cvt\S*\.bf16\.f16", ptx)),
@@ -49,7 +49,6 @@ def compile_row(row: PrefillVariant, num_tokens: int, num_chunks: int, *, first:
     dtype, kv_dtype = row.dtypes[-1]
     head_dim = row.head_dims[-1]
     q = torch.empty(num_tokens, NUM_KV_HEADS * GROUP, head_dim, dtype=dtype)
-    pages = torch.empty(3, 16, NUM_KV_HEADS, head_dim, dtype=torch.uint8).to(kv_dtype)
     table = torch.zeros(num_chunks + 1, 7 + num_chunks, dtype=torch.int32)
     starts = torch.zeros(first + num_chunks + 1, dtype=torch.int32)[first:]
     lens = torch.ones(first + num_chunks, dtype=torch.int32)[first:]
@@ -58,7 +57,7 @@ def compile_row(row: PrefillVariant, num_tokens: int, num_chunks: int, *, first:
         q,
         torch.empty_like(q),
         torch.empty(q.shape[:2]) if is_full else None,
-        KVPages(pages, pages, 0.5, 0.25),
+        make_pages(NUM_KV_HEADS, head_dim, kv_dtype),
         PagedBatch(table, lens, lens, 16, starts),
         ScoreRules(0.1, 300, 30.0, sinks) if is_full else ScoreRules(0.1),
     )

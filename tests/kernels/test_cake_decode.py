@@ -14,11 +14,15 @@ from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.plain_decode import run_plain_decode
 from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
 from aserve.kernels.cake.split_launch import SplitLaunch
+from aserve.kernels.nvfp4 import NVFP4, BlockScales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAUNCH = SplitLaunch(block_len=16, num_warps=4, num_stages=2, programs_per_sm=1)
 NUM_PROGRAMS = 7
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+FORMATS = {"fp8": torch.float8_e4m3fn, "nvfp4": NVFP4}
 
 
 def make_call(case: PagedCase, spec: AttentionSpec, *, has_lse: bool = True) -> AttentionCall:
@@ -29,7 +33,7 @@ def make_call(case: PagedCase, spec: AttentionSpec, *, has_lse: bool = True) -> 
         q=case.q,
         out=torch.full_like(case.q, torch.nan),
         lse=lse,
-        pages=KVPages(pool.key, pool.value, pool.key_scale, pool.value_scale),
+        pages=KVPages(pool.key, pool.value, pool.key_scale, pool.value_scale, pool.block_scales),
         batch=PagedBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size),
         rules=ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks),
     )
@@ -128,13 +132,35 @@ def test_windows_caps_and_sinks(rules: dict[str, Any], run: Any) -> None:
 HEAD_SCALES = (torch.tensor([0.25, 2.0], device=DEVICE), torch.tensor([4.0, 0.5], device=DEVICE))
 
 
-def test_8_bit_pages(run: Any) -> None:
+@pytest.mark.parametrize("kv_dtype", FORMATS.values(), ids=FORMATS)
+def test_pages_of_few_bits(kv_dtype: torch.dtype, run: Any) -> None:
+    """Under the interpreter, which is exact where a GPU multiplies 16 bits."""
     spec = make_spec(4, 2, 64)
     for scales in ((1.0, 1.0), (0.25, 0.5), HEAD_SCALES):
-        case = decodes(spec, [16, 32, 5, 47], dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, scales=scales)
+        case = decodes(spec, [16, 32, 5, 47], dtype=torch.bfloat16, kv_dtype=kv_dtype, scales=scales)
         call = make_call(case, spec)
         run(call)
         check(call, case, spec)
+
+
+@pytest.mark.parametrize("head_dim", [32, 96, 128])
+def test_4_bit_pages_of_any_head_size_order_and_rules(head_dim: int, run: Any) -> None:
+    if run is run_split and head_dim == 96:
+        head_dim = 256
+    spec = make_spec(4, 2, head_dim, sliding_window=37, softcap=2.0, sinks=SINKS)
+    case = decodes(spec, [1, 60, 37], kv_dtype=NVFP4, scales=HEAD_SCALES)
+    call = make_call(case, spec)
+    run(call)
+    check(call, case, spec)
+    pages, blocks = call.pages, call.pages.block_scales
+    assert blocks is not None
+    keys, values, *others = (
+        part.transpose(1, 2).contiguous().transpose(1, 2)
+        for part in (pages.keys, pages.values, blocks.key, blocks.value)
+    )
+    call.out.fill_(torch.nan)
+    run(dataclasses.replace(call, pages=KVPages(keys, values, *HEAD_SCALES, BlockScales(*others))))
+    check(call, case, spec)
 
 
 @pytest.mark.parametrize("num_programs", [1, 2, 5, 16, 40])
@@ -207,6 +233,10 @@ def test_what_no_kernel_serves_is_refused_by_name() -> None:
         ({"pages": KVPages(pages.keys[..., :32], pages.values[..., :32])}, "keys: "),
         ({"pages": KVPages(pages.keys, pages.values, HEAD_SCALES[0])}, "value_scale: must be one for each head"),
         ({"pages": KVPages(pages.keys, pages.values, *[torch.ones(3)] * 2)}, "key_scale, value_scale: must be numbers"),
+        (
+            {"pages": dataclasses.replace(pages, block_scales=BlockScales(pages.keys, pages.keys))},
+            "keys: must be pages of",
+        ),
         ({"batch": dataclasses.replace(batch, page_size=8)}, "keys: must be pages of "),
         ({"batch": dataclasses.replace(batch, rows=batch.rows[:1])}, "rows, key_lens: "),
         ({"batch": dataclasses.replace(batch, page_table=batch.page_table.T)}, "page_table: "),

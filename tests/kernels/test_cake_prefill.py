@@ -13,9 +13,10 @@ from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatc
 from aserve.kernels.cake.paged_prefill import run_prefill
 from aserve.kernels.cake.prefill_launch import PrefillLaunch
 from aserve.kernels.cake.prefill_tiles import PrefillTiles, fill_tiles
+from aserve.kernels.nvfp4 import NVFP4
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP8 = torch.float8_e4m3fn
+FORMATS = {"fp8": torch.float8_e4m3fn, "nvfp4": NVFP4}
 LAUNCH = PrefillLaunch(tile_rows=32, block_len=16, num_warps=4, num_stages=2)
 HEAD_SCALES = (torch.tensor([0.25, 2.0], device=DEVICE), torch.tensor([0.5, 1.5], device=DEVICE))
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -35,7 +36,7 @@ def make_call(case: PagedCase, spec: AttentionSpec, *, has_lse: bool = True) -> 
         q=case.q,
         out=torch.full_like(case.q, torch.nan),
         lse=lse,
-        pages=KVPages(pool.key, pool.value, pool.key_scale, pool.value_scale),
+        pages=KVPages(pool.key, pool.value, pool.key_scale, pool.value_scale, pool.block_scales),
         batch=PagedBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size, batch.cu_query_lens),
         rules=ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks),
     )
@@ -157,11 +158,13 @@ def test_entries_behind_the_keys_are_not_read(monkeypatch: pytest.MonkeyPatch) -
     assert not any(end <= place < end + 4 * LAUNCH.block_len for place in read)
 
 
-def test_8_bit_pages() -> None:
+@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("kv_dtype", FORMATS.values(), ids=FORMATS)
+def test_pages_of_few_bits(kv_dtype: torch.dtype, head_dim: int) -> None:
     """Scales of a layer, and of each KV head."""
-    spec = make_spec(4, 2, 64)
+    spec = make_spec(4, 2, head_dim)
     for scales in ((0.25, 0.5), HEAD_SCALES):
-        case = chunks(spec, [(16, 32), (5, 5)], dtype=torch.bfloat16, kv_dtype=FP8, scales=scales)
+        case = chunks(spec, [(16, 32), (5, 5)], dtype=torch.bfloat16, kv_dtype=kv_dtype, scales=scales)
         call = make_call(case, spec)
         run(call)
         check(call, case, spec)

@@ -7,6 +7,7 @@ from doubles_hopper import compile_by
 
 from aserve.kernels.cake.architectures import SHARED_BYTES
 from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS
+from aserve.kernels.nvfp4 import element_bytes
 
 SCRIPT = Path(__file__).with_name("hopper_compile_cake_prefill.py")
 ROWS = {row.name: row for row in PREFILL_VARIANTS}
@@ -32,9 +33,10 @@ def check(asked: tuple[str, ...], cache: Path) -> None:
         assert not line["roundings"], "8 bits become 16 in one instruction"
         assert line["copies"].count("10") >= 8, "16 bytes at a time, in hexadecimal"
         num_loops = 3 if name.endswith("+") else 2
-        ahead = [turns for turns in line["turns_ahead"] if turns]
+        per_turn = 4 if name.startswith("prefill-4") else 2  # keys and values, in nvfp4 their scales, too
+        ahead = [count // per_turn for count in line["under_way"] if count]
         assert ahead == [row.launch.num_stages - 2] * num_loops, "keys and values are under way while others are used"
-        bound = row.launch.shared_bytes(row.head_dims[-1], 4, row.dtypes[-1][1].itemsize)
+        bound = row.launch.shared_bytes(row.head_dims[-1], 4, element_bytes(row.dtypes[-1][1]))
         assert line["shared_bytes"] <= bound <= SHARED_BYTES[9, 0]
 
 

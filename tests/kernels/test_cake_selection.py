@@ -9,6 +9,7 @@ import torch
 
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
 from aserve.kernels.cake.select_variant import UNBOUNDED, VariantProblem, refuse_variant, select_variant
+from aserve.kernels.nvfp4 import NVFP4
 
 HALF, BF16, FP32, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 USUAL = VariantProblem(BF16, BF16, 128, 4, (9, 0))
@@ -46,8 +47,14 @@ CHOICES: list[tuple[dict[str, Any], str | None]] = [
     ({"kv_dtype": FP8}, "decode-8-d128"),
     ({"kv_dtype": FP8, "head_dim": 64}, "decode-8-d64"),
     ({"kv_dtype": FP8, "head_dim": 256}, "decode-8-d256"),
-    ({"kv_dtype": FP8, "capability": (8, 9)}, "decode-8-d128"),
+    ({"kv_dtype": FP8, "head_dim": 64, "capability": (8, 9)}, "decode-8-d64"),
+    ({"kv_dtype": FP8, "capability": (8, 9)}, "decode-plain"),
     ({"kv_dtype": FP8, "capability": (8, 0)}, None),
+    ({"kv_dtype": NVFP4}, "decode-4-d128"),
+    ({"dtype": HALF, "kv_dtype": NVFP4, "head_dim": 64}, "decode-4-d64"),
+    ({"kv_dtype": NVFP4, "head_dim": 96}, "decode-plain"),
+    ({"kv_dtype": NVFP4, "head_dim": 80}, None),
+    ({"kv_dtype": NVFP4, "capability": (8, 0)}, None),
 ]
 
 
@@ -92,6 +99,8 @@ def test_reasons_of_the_compatibility_kernel() -> None:
     plain = DECODE_VARIANTS[-1]
     wide = dataclasses.replace(USUAL, head_dim=513)
     assert refuse_variant(plain, wide) == "it knows head_dim 1 to 512, not 513"
+    odd = dataclasses.replace(USUAL, kv_dtype=NVFP4, head_dim=80)
+    assert refuse_variant(plain, odd) == "nvfp4 needs a head_dim that is a multiple of 32, not 80"
     old = dataclasses.replace(USUAL, kv_dtype=FP8, capability=(8, 0))
     assert refuse_variant(plain, old) == "float8_e4m3fn needs a GPU of compute capability 8.9 or more, not 8.0"
 

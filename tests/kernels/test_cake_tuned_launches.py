@@ -11,6 +11,7 @@ from aserve.kernels.cake.decode_variants import DECODE_VARIANTS
 from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.cake.tables import TABLES, variant_names
 from aserve.kernels.cake.tuned_launches import FOLDER, file_name, format_launches, read_launches, tune_rows
+from aserve.kernels.nvfp4 import element_bytes
 
 ROWS = DECODE_VARIANTS[:2]
 HOPPER, ADA = (9, 0), (8, 9)
@@ -89,7 +90,7 @@ def test_what_is_shipped_names_rows_and_fits(path: Path) -> None:
         for row in tune_rows(variants, gpu_name, capability):
             if row.launch is not None:
                 for dtypes in row.dtypes:
-                    needed = row.launch.shared_bytes(row.head_dims[-1], row.max_group, dtypes[1].itemsize)
+                    needed = row.launch.shared_bytes(row.head_dims[-1], row.max_group, element_bytes(dtypes[1]))
                     assert needed <= kib << 10, row
 
 

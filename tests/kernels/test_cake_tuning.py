@@ -19,6 +19,7 @@ from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS
 from aserve.kernels.cake.select_variant import refuse_gpu
 from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.cake.tuned_launches import read_launches, tune_rows
+from aserve.kernels.nvfp4 import element_bytes
 
 CPU = torch.device("cpu")
 ROWS = {row.name: row for row in DECODE_VARIANTS}
@@ -127,7 +128,7 @@ def test_candidates_fit_and_keep_what_makes_a_row_exact(row, capability) -> None
     assert launches[0] == row.launch, "the present one"
     assert 3 <= len(set(launches)) == len(launches) <= 64
     for launch in launches[1:]:
-        needed = launch.shared_bytes(row.head_dims[-1], GROUP, row.dtypes[-1][1].itemsize)
+        needed = launch.shared_bytes(row.head_dims[-1], GROUP, element_bytes(row.dtypes[-1][1]))
         assert launch.programs_per_sm * (needed + RESERVED_BYTES) <= SHARED_BYTES[capability] + RESERVED_BYTES
         assert launch.min_units == row.launch.min_units
         assert row.max_keys is None or launch.block_len >= row.max_keys
@@ -181,7 +182,7 @@ def test_candidates_for_prompts_fit(row, capability) -> None:  # type: ignore[no
     assert launches[0] == tuned.launch
     assert 3 <= len(set(launches)) == len(launches) <= 72
     for launch in launches:
-        needed = launch.shared_bytes(row.head_dims[-1], GROUP, row.dtypes[-1][1].itemsize)
+        needed = launch.shared_bytes(row.head_dims[-1], GROUP, element_bytes(row.dtypes[-1][1]))
         assert needed <= SHARED_BYTES[capability]
 
 

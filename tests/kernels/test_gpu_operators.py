@@ -25,6 +25,7 @@ from aserve.kernels.gpu.gpu_operators import GpuOperators
 from aserve.kernels.gpu.rope_store import can_convert_to
 from aserve.kernels.gpu.small_linear import MAX_TOKENS, NormBefore, SmallLinear, apply_small_linear
 from aserve.kernels.gpu.small_linear_launch import SmallLinearLaunch
+from aserve.kernels.nvfp4 import NVFP4, BlockScales
 from aserve.kernels.operators import HeadLayout, KVTarget, Operators
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -238,6 +239,39 @@ def test_eight_bit_pages_are_scaled_and_saturate(
         assert torch.equal(case.read(pages, target.slot_mapping), (expected / scale).clamp(-448, 448))
 
 
+@pytest.mark.parametrize(("head_dim", "num_kv_heads", "dtype"), [(64, 2, torch.bfloat16), (96, 2, torch.float32)])
+@pytest.mark.parametrize("is_head_major", [False, True])
+@pytest.mark.parametrize("scales", [(0.25, 0.5), HEAD_SCALES], ids=str)
+def test_four_bit_pages_hold_what_the_reference_stores(
+    scales: tuple[float, float] | tuple[Tensor, Tensor],
+    is_head_major: bool,
+    head_dim: int,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+) -> None:
+    """With scales of blocks that need no rounding, in which the interpreter errs."""
+    heads = HeadLayout(3, num_kv_heads, head_dim)
+    qkv = draw(5, (3 + 2 * num_kv_heads) * head_dim, dtype=dtype).clamp(-2.9, 2.9)
+    qkv[:, ::16] = 6.0 * 2.0 ** torch.randint(-1, 2, qkv[:, ::16].shape, device=DEVICE).to(dtype)
+    qkv[0, :64] = 0.0
+    still = torch.cat((torch.ones(9, head_dim // 2), torch.zeros(9, head_dim // 2)), dim=-1).to(DEVICE)
+    positions, slots = torch.arange(5, device=DEVICE), torch.tensor([13, 2, 7, 0, 30], device=DEVICE)
+    targets = []
+    for operators in (OPS, Operators()):
+        pages = [
+            torch.full((4, *((2, 8) if is_head_major else (8, 2)), width), 7, device=DEVICE).to(kind)
+            for width, kind in ((head_dim // 2, torch.uint8), (head_dim // 16, FLOAT8))
+            for _ in range(2)
+        ]
+        key, value, *blocks = (part.transpose(1, 2) if is_head_major else part for part in pages)
+        target = KVTarget(key, value, slots, *scales, BlockScales(*blocks))
+        operators.rope_store(qkv.clone(), heads, None, still, positions, target)
+        targets.append((key, value, *(part.view(torch.uint8) for part in blocks)))
+    for found, expected in zip(*targets, strict=True):
+        assert torch.equal(found, expected)
+    assert not torch.equal(targets[0][0], torch.full_like(targets[0][0], 7))
+
+
 @pytest.mark.parametrize(
     ("capability", "can_convert"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)]
 )
@@ -247,6 +281,7 @@ def test_eight_bit_pages_are_left_to_the_reference_where_triton_cannot_convert(
     """Its compiler lists e4m3 among the supported types from compute capability 8.9 on."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert can_convert_to(FLOAT8, torch.device("cuda")) == can_convert
+    assert can_convert_to(NVFP4, torch.device("cuda")) == can_convert
     assert can_convert_to(torch.bfloat16, torch.device("cuda"))
 
 

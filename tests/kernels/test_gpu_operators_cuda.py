@@ -20,7 +20,8 @@ from aserve.kernels.gpu.compile_count import CompileCounter
 from aserve.kernels.gpu.gpu_operators import GpuOperators
 from aserve.kernels.gpu.layer_case import LayerShape, model_layers
 from aserve.kernels.gpu.small_linear import NormBefore, SmallLinear, apply_small_linear
-from aserve.kernels.operators import HeadLayout, KVTarget
+from aserve.kernels.nvfp4 import BlockScales
+from aserve.kernels.operators import HeadLayout, KVTarget, Operators
 
 pytestmark = pytest.mark.gpu
 
@@ -122,6 +123,29 @@ def test_rope_store(
         else:  # three bits behind the point: 0.026 if rounded to the nearest, twice that if cut off
             wanted = (expected / scale).clamp(-448, 448)
             assert (stored - wanted).norm() / wanted.norm() < 0.035
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("num_tokens", [1, 5, 2000])
+@pytest.mark.parametrize("heads", [HeadLayout(32, 8, 128), HeadLayout(14, 2, 64), HeadLayout(6, 2, 96)], ids=str)
+def test_rope_store_in_nvfp4(heads: HeadLayout, num_tokens: int, overlap: bool) -> None:
+    """A sum that is rounded otherwise may change an element or the scale of a block now and then."""
+    case = RopeCase(heads, 16, False, True, BF16, BF16, num_tokens, DEVICE, 4096, max_position=2000)
+    qkv, norms, cos_sin, positions, target = case.make()
+    sizes = (4096 // 16, 16, heads.num_kv_heads)
+    found = []
+    for operators in (GpuOperators(overlap=overlap), Operators()):
+        key, value = (torch.zeros(*sizes, heads.head_dim // 2, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+        blocks = (torch.zeros(*sizes, heads.head_dim // 16, dtype=FLOAT8, device=DEVICE) for _ in range(2))
+        packed = KVTarget(key, value, target.slot_mapping, 0.01, 0.02, BlockScales(*blocks))
+        operators.rope_store(qkv.clone(), heads, norms, cos_sin, positions, packed)
+        assert packed.block_scales is not None
+        block_scales = (packed.block_scales.key, packed.block_scales.value)
+        found.append((key, value, *(part.view(torch.uint8) for part in block_scales)))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.any()
+        assert (ours != theirs).float().mean() < 0.01
 
 
 def test_pools_of_more_than_two_to_the_31_values() -> None:

@@ -8,6 +8,8 @@ from aserve.bench.perplexity import DEFAULT_TEXT, measure_loss
 from aserve.model_files import ModelFiles
 from aserve.tokenizer.load import load_tokenizer
 
+MAX_CHANGES = {"fp8": 0.015, "nvfp4": 0.13}  # of perplexity, see docs/measurements.md
+
 
 def test_int8_on_the_first_windows_raises_perplexity_by_less_than_two_percent(demo_files: ModelFiles) -> None:
     text = DEFAULT_TEXT.read_text(encoding="utf-8")[:4096]
@@ -18,6 +20,27 @@ def test_int8_on_the_first_windows_raises_perplexity_by_less_than_two_percent(de
     assert num_tokens == 4 * 127
     assert 1 < math.exp(plain) < 50
     assert abs(quantised - plain) < math.log(1.02)
+
+
+def test_keys_and_values_of_few_bits_predict_as_well_or_nearly_so(demo_files: ModelFiles) -> None:
+    """On a piece of text so short, within twice of what they cost on a long one; a lost scale costs all."""
+    text = DEFAULT_TEXT.read_text(encoding="utf-8")[:2048]
+    token_ids = load_tokenizer(demo_files).encode(text, add_special_tokens=False)[:256]
+    losses = {name: measure_loss(demo_files, "int8_cpu", token_ids, 256, name)[0] for name in ("auto", *MAX_CHANGES)}
+    for name, most in MAX_CHANGES.items():
+        assert losses[name] != losses["auto"]
+        assert losses[name] - losses["auto"] < math.log(1 + 2 * most)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "nvfp4"])
+def test_what_keys_and_values_of_few_bits_cost(demo_files: ModelFiles, kv_cache_dtype: str) -> None:
+    token_ids = load_tokenizer(demo_files).encode(DEFAULT_TEXT.read_text(encoding="utf-8"), add_special_tokens=False)
+    plain, num_tokens = measure_loss(demo_files, "int8_cpu", token_ids[:8192], 1024)
+    quantised, _ = measure_loss(demo_files, "int8_cpu", token_ids[:8192], 1024, kv_cache_dtype)
+    assert num_tokens == 8 * 1023
+    assert quantised - plain < math.log(1 + MAX_CHANGES[kv_cache_dtype])
 
 
 @pytest.mark.full

@@ -111,6 +111,7 @@ def test_kv_memory_decides_the_pages(files: ModelFiles) -> None:
         ({"kv_memory_gib": 1e-9}, "kv_memory_gib 1e-09 holds no page"),
         ({"attention_backend": "fa9"}, "unknown attention backend 'fa9'"),
         ({"attention_backend": "torch,torch,torch"}, "exactly one comma"),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype 'nvfp4' needs a head_dim that is a multiple of 32, not 16"),
         (
             {"attention_backend": "cpu", "kv_cache_dtype": "fp8"},
             "'cpu' cannot .*: it does not read float8_e4m3fn",

@@ -1,12 +1,16 @@
 """Sizes of the pool, and the start-up check of what a kernel can address."""
 
+import dataclasses
+
 import pytest
 import torch
 from doubles_attention import make_problem, torch_backend
 
+from aserve.attention.base import KVOrder, KVScales
 from aserve.attention.torch_backend import TorchBackend
 from aserve.errors import ConfigError
 from aserve.kernels.choose import choose_operators
+from aserve.kernels.nvfp4 import NVFP4
 from aserve.kernels.operators import KVTarget, Operators
 from aserve.runner.kv_pool import GIB, KVLayout, allocate_pool, check_offsets, count_pages, gpu_memory_gib
 
@@ -75,6 +79,26 @@ def test_a_pool_with_heads_first_is_indexed_like_any_other() -> None:
         assert torch.equal(layer.key[2, 1], k[0])
         assert torch.equal(layer.value[0, 3], v[1])
         assert layer.key.count_nonzero() == k.numel()
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_pages_of_nvfp4_take_nine_sixteenths_of_a_byte_an_element(order: KVOrder) -> None:
+    layout = dataclasses.replace(DEMO, dtype=NVFP4, order=order)
+    assert layout.page_bytes(1) == 2 * 30 * 3 * (32 + 4) == 6480  # of one token: half of 64 bytes, and 4 scales
+    assert DEMO.page_bytes(16) / layout.page_bytes(16) == pytest.approx(3.56, abs=0.005)
+    scales = tuple(KVScales(0.5 + i, 0.25) for i in range(30))
+    pool = allocate_pool(dataclasses.replace(layout, scales=scales), 16, 2)
+    assert [(layer.key_scale, layer.value_scale) for layer in pool] == [(0.5 + i, 0.25) for i in range(30)]
+    parts = [
+        part
+        for layer in pool
+        if layer.block_scales is not None
+        for part in (layer.key, layer.value, layer.block_scales.key, layer.block_scales.value)
+    ]
+    assert {part.shape for part in parts} == {(3, 16, 3, 32), (3, 16, 3, 4)}
+    assert sum(part.numel() * part.itemsize for part in parts) == 3 * layout.page_bytes(16)
+    assert all(part.transpose(1, 2).is_contiguous() == (order == "HND") for part in parts)
+    check_offsets(layout, 16, 2 * 699_050, NarrowBackend(make_problem(), CPU))
 
 
 def test_a_139_gib_card_full_of_the_demo_is_half_of_what_32_bits_reach() -> None:

@@ -1,10 +1,12 @@
 """What every attention kernel of the family is called with, and the checks that they share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from aserve.kernels.nvfp4 import HEAD_GRAIN, BlockScales
 
 MAX_PAGE_SIZE = 256
 
@@ -27,13 +29,39 @@ class PagedBatch:
 class KVPages:
     """Keys and values, [pages, page_size, K, D] each, of the same strides; elements of a head are contiguous.
 
-    What is stored is divided by the scale of its kind: numbers, or float32 [K].
+    What is stored is divided by the scale of its kind: numbers, or float32 [K]. Where there are block scales, which lie
+    in the same order, pages are nvfp4: bytes, half as wide.
     """
 
     keys: Tensor
     values: Tensor
     key_scale: float | Tensor = 1.0
     value_scale: float | Tensor = 1.0
+    block_scales: BlockScales | None = None
+
+    @property
+    def per_word(self) -> int:
+        """Elements that kernels read at once and take apart."""
+        if self.block_scales is not None:
+            return 8
+        return 4 if self.keys.dtype == torch.int32 else 1
+
+    def in_words(self) -> "KVPages":
+        """Return pages of e4m3 as words of four, where rows are whole 16 bytes.
+
+        For kernels that would read the values byte by byte otherwise, as products of single warps want them.
+        """
+        if self.keys.dtype != torch.float8_e4m3fn or self.keys.shape[3] % 16:
+            return self
+        return replace(self, keys=self.keys.view(torch.int32), values=self.values.view(torch.int32))
+
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Keys, values and the scales of their blocks as kernels get them."""
+        blocks = self.block_scales
+        if blocks is None:
+            return self.keys, self.values, None, None
+        return self.keys.view(torch.int32), self.values.view(torch.int32), blocks.key, blocks.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +100,10 @@ class AttentionCall:
             raise ValueError(f"lse: must be contiguous, [{num_tokens}, {num_heads}]")
         if keys.shape != values.shape or keys.stride() != values.stride() or keys.dtype != values.dtype:
             raise ValueError("values: must be of the shape, strides and dtype of keys")
-        if keys.shape[1] != page_size or keys.shape[3] != head_dim or keys.stride(3) != 1:
-            raise ValueError(f"keys: must be pages of [{page_size}, K, {head_dim}] with dense heads")
+        width = head_dim if self.pages.block_scales is None else head_dim // 2
+        if keys.shape[1] != page_size or keys.shape[3] != width or keys.stride(3) != 1:
+            raise ValueError(f"keys: must be pages of [{page_size}, K, {width}] with dense heads")
+        self._check_blocks()
         for scale in (self.pages.key_scale, self.pages.value_scale):
             if isinstance(scale, Tensor) != self.has_head_scales:
                 raise ValueError("value_scale: must be one for each head where key_scale is")
@@ -92,10 +122,21 @@ class AttentionCall:
         if self.batch.page_table.stride(1) != 1:
             raise ValueError("page_table: entries of a row must be dense")
 
+    def _check_blocks(self) -> None:
+        if self.pages.block_scales is None:
+            return
+        keys, head_dim = self.pages.keys, self.q.shape[2]
+        if head_dim % HEAD_GRAIN or keys.dtype != torch.uint8:
+            raise ValueError(f"keys: nvfp4 stands in bytes, with a head_dim that is a multiple of {HEAD_GRAIN}")
+        strides = tuple(stride // 8 for stride in keys.stride()[:3])
+        for scales in (self.pages.block_scales.key, self.pages.block_scales.value):
+            if scales.shape[:3] != keys.shape[:3] or scales.stride() != (*strides, 1):
+                raise ValueError("block_scales: must lie as keys do, one for each 8 bytes")
+
     @property
     def constants(self) -> dict[str, Any]:
         """What every kernel is compiled for, by the names of its parameters."""
-        page_stride, token_stride, head_stride, _ = self.pages.keys.stride()
+        page_stride, token_stride, head_stride, _ = self.pages.pointers[0].stride()
         return {
             "GROUP": self.group,
             "HEAD_DIM": self.q.shape[2],
@@ -108,6 +149,7 @@ class AttentionCall:
             "HAS_SINKS": self.rules.sinks is not None,
             "WRITES_LSE": self.lse is not None,
             "HAS_HEAD_SCALES": self.has_head_scales,
+            "PER_WORD": self.pages.per_word,
         }
 
     @property

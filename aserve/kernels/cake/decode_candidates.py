@@ -7,6 +7,7 @@ from aserve.kernels.cake.architectures import SHARED_BYTES
 from aserve.kernels.cake.decode_case import GROUP, StepSize
 from aserve.kernels.cake.decode_variants import DecodeVariant
 from aserve.kernels.cake.split_launch import SplitLaunch, group_tile
+from aserve.kernels.nvfp4 import element_bytes
 
 RESERVED_BYTES = 1 << 10  # of shared memory, for each program on a multiprocessor
 REGISTERS = 1 << 16  # of a multiprocessor
@@ -29,20 +30,22 @@ def step_sizes(row: DecodeVariant) -> list[StepSize]:
 def candidates(row: DecodeVariant, capability: tuple[int, int]) -> list[SplitLaunch]:
     """Return launches that fit GPUs of ``capability``, the present one first."""
     assert row.launch is not None
-    head_dim, kv_bytes = row.head_dims[-1], row.dtypes[-1][1].itemsize
-    block_lens = [num_bytes // (head_dim * kv_bytes) for num_bytes in BLOCK_BYTES]
+    head_dim, kv_dtype = row.head_dims[-1], row.dtypes[-1][1]
+    kv_bytes = element_bytes(kv_dtype)
+    least_len = 16 if kv_bytes > 1 else 32  # keys of few bits are unpacked more at once
+    block_lens = [num_bytes // (head_dim * kv_dtype.itemsize) for num_bytes in BLOCK_BYTES]
     if row.max_keys is not None:
         block_lens = [row.max_keys]  # so that no sequence is cut
     launches = [
         replace(row.launch, block_len=block_len, num_warps=num_warps, num_stages=stages, programs_per_sm=programs)
         for block_len, num_warps, stages, programs in product(block_lens, (4, 8), (2, 3, 4, 5), (1, 2, 3, 4))
-        if 16 <= block_len <= 256
+        if least_len <= block_len <= 256
     ]
     fitting = [launch for launch in launches if _fits(launch, head_dim, kv_bytes, SHARED_BYTES[capability])]
     return list(dict.fromkeys((row.launch, *fitting)))
 
 
-def _fits(launch: SplitLaunch, head_dim: int, kv_bytes: int, shared_bytes: int) -> bool:
+def _fits(launch: SplitLaunch, head_dim: int, kv_bytes: float, shared_bytes: int) -> bool:
     """Whether all programs of a multiprocessor find their memory and registers, and none has hardly any copies."""
     tile, num_threads = group_tile(GROUP), 32 * launch.num_warps
     taken = launch.programs_per_sm * (launch.shared_bytes(head_dim, GROUP, kv_bytes) + RESERVED_BYTES)

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
+from aserve.kernels.cake.case_pages import copy_pages, draw_pages
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.decode_variants import DecodeVariant
 from aserve.kernels.cake.plain_decode import run_plain_decode
 from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
 from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.gpu.replay_timer import num_cold_copies, time_calls
+from aserve.kernels.nvfp4 import element_bytes
 
 NUM_KV_HEADS, GROUP, PAGE_SIZE = 8, 4, 16
 MAX_REL_ERROR = 2e-2
@@ -39,7 +41,7 @@ class DecodeCase:
         width = -(-size.key_len // PAGE_SIZE)
         num_pages = size.num_seqs * width
         shape = (num_pages, PAGE_SIZE, NUM_KV_HEADS, head_dim)
-        pages = [torch.randn(shape, generator=generator, device=device).to(kv_dtype) for _ in range(2)]
+        pages = draw_pages(shape, kv_dtype, generator)
         self._q = torch.randn(size.num_seqs, NUM_KV_HEADS * GROUP, head_dim, generator=generator, device=device)
         self._q = self._q.to(dtype)
         places = torch.randperm(num_pages, generator=generator, device=device).to(torch.int32)
@@ -47,8 +49,8 @@ class DecodeCase:
         self._batch = PagedBatch(
             places.view(size.num_seqs, width), rows, torch.full_like(rows, size.key_len), page_size=PAGE_SIZE
         )
-        num_copies = num_cold_copies(2 * pages[0].numel() * kv_dtype.itemsize)
-        self._pages = [KVPages(*pages)] + [KVPages(*(page.clone() for page in pages)) for _ in range(num_copies - 1)]
+        num_copies = num_cold_copies(2 * int(num_pages * PAGE_SIZE * NUM_KV_HEADS * head_dim * element_bytes(kv_dtype)))
+        self._pages = [pages] + [copy_pages(pages) for _ in range(num_copies - 1)]
 
     def time(self, launch: SplitLaunch, num_sms: int) -> float:
         """Return the microseconds of one layer; raise ArithmeticError for a wrong result."""

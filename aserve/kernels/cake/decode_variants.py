@@ -6,11 +6,13 @@ import torch
 
 from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.cake.variant import Variant
+from aserve.kernels.nvfp4 import NVFP4
 
 HALF, BF16, FP32, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 SAME_16_BIT = ((HALF, HALF), (BF16, BF16))
 ON_8_BIT = ((HALF, FP8), (BF16, FP8))
-ALL_DTYPES = (*SAME_16_BIT, *ON_8_BIT, (FP32, FP32), (FP32, FP8))
+ON_4_BIT = ((HALF, NVFP4), (BF16, NVFP4))
+ALL_DTYPES = (*SAME_16_BIT, *ON_8_BIT, *ON_4_BIT, (FP32, FP32), (FP32, FP8), (FP32, NVFP4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,5 +33,9 @@ DECODE_VARIANTS = (
     DecodeVariant("decode-8-d64", ON_8_BIT, (64,), 64, SplitLaunch(128, 4, 5, 4)),
     DecodeVariant("decode-8-d128", ON_8_BIT, (128,), 64, SplitLaunch(128, 4, 5, 2)),
     DecodeVariant("decode-8-d256", ON_8_BIT, (256,), 32, SplitLaunch(64, 4, 5, 2)),
+    # As those on 8 bits; not measured.
+    DecodeVariant("decode-4-d64", ON_4_BIT, (64,), 64, SplitLaunch(128, 4, 5, 4)),
+    DecodeVariant("decode-4-d128", ON_4_BIT, (128,), 64, SplitLaunch(128, 4, 5, 2)),
+    DecodeVariant("decode-4-d256", ON_4_BIT, (256,), 32, SplitLaunch(64, 4, 5, 2)),
     DecodeVariant("decode-plain", ALL_DTYPES, range(1, 513), 1024, None),
 )

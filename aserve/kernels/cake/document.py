@@ -17,6 +17,7 @@ from aserve.kernels.cake.architectures import SHARED_BYTES
 from aserve.kernels.cake.tables import TABLES
 from aserve.kernels.cake.tuned_launches import FOLDER, read_launches
 from aserve.kernels.cake.variant import Launch, Variant
+from aserve.kernels.nvfp4 import NVFP4
 
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 SHORT_NAMES = {
@@ -24,6 +25,7 @@ SHORT_NAMES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.float8_e4m3fn: "e4m3",
+    NVFP4: "nvfp4",
     torch.uint8: "4 bits",
 }
 

@@ -15,11 +15,8 @@ def find_offsets(
     TOKEN_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
 ):
-    """Return where the head of each of ``positions`` [L] begins, in elements; ``is_key`` None reads all entries."""
-    if is_key is None:
-        pages = tl.load(table_row + positions // PAGE_SIZE)
-    else:
-        pages = tl.load(table_row + positions // PAGE_SIZE, mask=is_key, other=0)
+    """Return where the head of each of ``positions`` [L] begins."""
+    pages = tl.load(table_row + positions // PAGE_SIZE, mask=is_key, other=0)
     return pages.to(tl.int64) * PAGE_STRIDE + (positions % PAGE_SIZE) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
 
 
@@ -63,19 +60,104 @@ def find_offsets_in(
 
 
 @triton.jit
-def load_block(stored, offsets, is_key, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
+def load_block(
+    stored,
+    block_scales,
+    offsets,
+    is_key,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """Return keys or values [L, WIDTH] in ``DTYPE``, not yet scaled, with zeros past HEAD_DIM.
+
+    Where PER_WORD is not 1, ``stored`` are words of 4 elements of e4m3 or of 8 of nvfp4, as ``offsets`` count; what is
+    returned stands where ``find_channels`` says and is to be scaled by ``load_scale``.
 
     What no key of the sequence fills may be NaN: it is not read, not even to be given no weight.
     """
+    rows = _load_rows(stored, offsets, is_key, HEAD_DIM // PER_WORD, WIDTH // PER_WORD)
+    if PER_WORD == 1:
+        return rows.to(DTYPE)
+    elif PER_WORD == 4:
+        return _unpack_bytes(rows).to(DTYPE)
+    else:
+        # A head has half as many scales as words, and so has all before it.
+        scales = _load_rows(block_scales, offsets // 2, is_key, HEAD_DIM // 16, WIDTH // 16).to(tl.float16)
+        blocks = tl.reshape(_unpack_nibbles(rows), [rows.shape[0], WIDTH // 16, 16])
+        return tl.reshape(blocks * scales[:, :, None], [rows.shape[0], WIDTH]).to(DTYPE)  # the product is exact
+
+
+@triton.jit
+def find_channels(WIDTH: tl.constexpr, PER_WORD: tl.constexpr):
+    """Return the channel of a head that stands at each place of what ``load_block`` returns."""
+    places = tl.arange(0, WIDTH)
+    if PER_WORD == 1:
+        return places
+    else:
+        HALF: tl.constexpr = PER_WORD // 2
+        return places // PER_WORD * PER_WORD + places % 2 * HALF + places // 2 % HALF
+
+
+@triton.jit
+def load_scale(scale, kv_head, IS_PER_HEAD: tl.constexpr, PER_WORD: tl.constexpr):
+    """Return what keys or values of a KV head, as ``load_block`` returns them, are to be multiplied with.
+
+    ``scale`` is a number for all heads, or where those of each begin.
+    """
+    if IS_PER_HEAD:
+        scale = tl.load(scale + kv_head)
+    if PER_WORD == 4:
+        scale *= 256.0
+    elif PER_WORD == 8:
+        scale *= 16384.0
+    return scale
+
+
+@triton.jit
+def _load_rows(stored, offsets, is_key, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the LENGTH elements from each of ``offsets`` on, and zeros beside them."""
     elements = tl.arange(0, WIDTH)
     pointers = stored + (offsets[:, None] + elements[None, :])
-    if HEAD_DIM < WIDTH:
-        is_inside = (elements < HEAD_DIM)[None, :]
+    if LENGTH < WIDTH:
+        is_inside = (elements < LENGTH)[None, :]
         is_inside = is_inside if is_key is None else is_key[:, None] & is_inside
-        block = tl.load(pointers, mask=is_inside, other=0.0)
+        return tl.load(pointers, mask=is_inside, other=0.0)
     elif is_key is None:
-        block = tl.load(pointers)
+        return tl.load(pointers)
     else:
-        block = tl.load(pointers, mask=is_key[:, None], other=0.0)
-    return block.to(DTYPE)
+        return tl.load(pointers, mask=is_key[:, None], other=0.0)
+
+
+# Elements become float16 by a shift: their exponent becomes the last bits of a wider one, so they are 2^8 (e4m3) or
+# 2^14 (e2m1) too small, subnormal ones included. What has the same place in both halves of a word is moved at once.
+
+
+@triton.jit
+def _unpack_bytes(words):
+    """Return the e4m3 of words [L, W] as float16 [L, 4 * W] in the order 0, 2, 1, 3."""
+    words = words.to(tl.uint32, bitcast=True)
+    first = (words << 8) & 0x80008000 | (words << 7) & 0x3F803F80
+    second = words & 0x80008000 | (words >> 1) & 0x3F803F80
+    return _split_pairs(tl.reshape(tl.join(first, second), [words.shape[0], 2 * words.shape[1]]))
+
+
+@triton.jit
+def _unpack_nibbles(words):
+    """Return the e2m1 of words [L, W] as float16 [L, 8 * W] in the order 0, 4, 1, 5, 2, 6, 3, 7."""
+    words = words.to(tl.uint32, bitcast=True)
+    first = (words << 12) & 0x80008000 | (words << 9) & 0x0E000E00
+    second = (words << 8) & 0x80008000 | (words << 5) & 0x0E000E00
+    third = (words << 4) & 0x80008000 | (words << 1) & 0x0E000E00
+    fourth = words & 0x80008000 | (words >> 3) & 0x0E000E00
+    pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return _split_pairs(tl.reshape(pairs, [words.shape[0], 4 * words.shape[1]]))
+
+
+@triton.jit
+def _split_pairs(pairs):
+    """Return the halves of words [L, W] as float16 [L, 2 * W], the lower first."""
+    low = (pairs & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    high = (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return tl.reshape(tl.join(low, high), [pairs.shape[0], 2 * pairs.shape[1]])

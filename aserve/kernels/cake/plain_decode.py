@@ -8,8 +8,8 @@ import triton.language as tl
 
 from aserve.kernels.cake.attention_call import AttentionCall
 from aserve.kernels.cake.decode_schedule import UNBOUNDED
-from aserve.kernels.cake.kv_blocks import find_offsets, load_block
-from aserve.kernels.cake.softmax import LN_2, add_sinks, load_scale, scale_scores
+from aserve.kernels.cake.kv_blocks import find_channels, find_offsets, load_block, load_scale
+from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
 
 BLOCK_LEN = 32
 
@@ -22,8 +22,7 @@ def run_plain_decode(call: AttentionCall) -> None:
         call.q,
         call.out,
         call.out if call.lse is None else call.lse,
-        pages.keys,
-        pages.values,
+        *pages.pointers,
         batch.page_table,
         batch.rows,
         batch.key_lens,
@@ -48,6 +47,8 @@ def _plain_decode(
     lse,
     keys,
     values,
+    key_blocks,
+    value_blocks,
     page_table,
     rows,
     key_lens,
@@ -69,15 +70,16 @@ def _plain_decode(
     HAS_SINKS: tl.constexpr,
     WRITES_LSE: tl.constexpr,
     HAS_HEAD_SCALES: tl.constexpr,
+    PER_WORD: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
 ):
     seq, head = tl.program_id(0), tl.program_id(1)
-    elements = tl.arange(0, WIDTH)
+    elements = find_channels(WIDTH, PER_WORD)
     is_element = elements < HEAD_DIM
     query = tl.load(q + seq.to(tl.int64) * Q_STRIDE + head * HEAD_DIM + elements, mask=is_element, other=0.0)
     query = query.to(tl.float32)
-    scale *= load_scale(key_scale, head // GROUP, HAS_HEAD_SCALES)
+    scale *= load_scale(key_scale, head // GROUP, HAS_HEAD_SCALES, PER_WORD)
     key_len = tl.load(key_lens + seq)
     table_row = page_table + tl.load(rows + seq).to(tl.int64) * table_stride
     greatest = tl.full([1], float("-inf"), tl.float32)
@@ -90,14 +92,14 @@ def _plain_decode(
         offsets = find_offsets(
             table_row, positions, is_key, head // GROUP, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE
         )
-        block_keys = load_block(keys, offsets, is_key, HEAD_DIM, WIDTH, tl.float32)
+        block_keys = load_block(keys, key_blocks, offsets, is_key, HEAD_DIM, WIDTH, PER_WORD, tl.float32)
         scores = scale_scores(tl.sum(block_keys * query[None, :], 1), scale, softcap, HAS_SOFTCAP)
         scores = tl.where(is_key, scores, float("-inf"))
         new_greatest = tl.maximum(greatest, tl.max(scores, 0))
         kept = tl.exp2(greatest - new_greatest)
         weights = tl.exp2(scores - new_greatest)
         denominator = denominator * kept + tl.sum(weights, 0)
-        block_values = load_block(values, offsets, is_key, HEAD_DIM, WIDTH, tl.float32)
+        block_values = load_block(values, value_blocks, offsets, is_key, HEAD_DIM, WIDTH, PER_WORD, tl.float32)
         output = output * kept + tl.sum(block_values * weights[:, None], 0)
         greatest = new_greatest
         base += BLOCK_LEN
@@ -105,7 +107,7 @@ def _plain_decode(
     if HAS_SINKS:
         greatest, denominator, kept = add_sinks(greatest, denominator, sinks, head + tl.zeros([1], tl.int32), head >= 0)
         output *= kept
-    output *= load_scale(value_scale, head // GROUP, HAS_HEAD_SCALES) / denominator
+    output *= load_scale(value_scale, head // GROUP, HAS_HEAD_SCALES, PER_WORD) / denominator
     tl.store(out + place * HEAD_DIM + elements, output.to(out.dtype.element_ty), mask=is_element)
     if WRITES_LSE:
         tl.store(lse + place, (greatest + tl.log2(denominator)) * LN_2)

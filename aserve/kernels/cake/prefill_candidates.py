@@ -6,6 +6,7 @@ from aserve.kernels.cake.architectures import SHARED_BYTES
 from aserve.kernels.cake.prefill_case import GROUP, ChunkSize
 from aserve.kernels.cake.prefill_launch import PrefillLaunch, row_width
 from aserve.kernels.cake.prefill_variants import PrefillVariant
+from aserve.kernels.nvfp4 import element_bytes
 
 MAX_SUMS = 160  # that a thread keeps
 # a short prompt, long ones, and short ones behind much that is there
@@ -15,7 +16,7 @@ SIZES = (ChunkSize(1, 512), ChunkSize(4, 2048), ChunkSize(8, 64, 2048))
 def candidates(row: PrefillVariant, capability: tuple[int, int]) -> list[PrefillLaunch]:
     """Return launches that fit GPUs of ``capability``, the present one first."""
     assert row.launch is not None
-    head_dim, kv_bytes = row.head_dims[-1], row.dtypes[-1][1].itemsize
+    head_dim, kv_bytes = row.head_dims[-1], element_bytes(row.dtypes[-1][1])
     launches = [PrefillLaunch(*shape) for shape in product((32, 64, 128), (16, 32, 64, 128), (4, 8), (2, 3, 4))]
     fitting = [
         launch

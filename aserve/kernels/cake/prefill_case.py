@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
+from aserve.kernels.cake.attention_call import AttentionCall, PagedBatch, ScoreRules
+from aserve.kernels.cake.case_pages import draw_pages
 from aserve.kernels.cake.paged_prefill import run_prefill
 from aserve.kernels.cake.prefill_launch import PLAIN_LAUNCH, PrefillLaunch
 from aserve.kernels.cake.prefill_tiles import PrefillTiles, fill_tiles
@@ -40,8 +41,7 @@ class PrefillCase:
         key_len = size.num_cached + size.query_len
         width = -(-key_len // PAGE_SIZE)
         shape = (num_chunks * width, PAGE_SIZE, NUM_KV_HEADS, head_dim)
-        keys, values = (torch.randn(shape, generator=generator, device=device).to(kv_dtype) for _ in range(2))
-        self._pages = KVPages(keys, values)
+        self._pages = draw_pages(shape, kv_dtype, generator)
         num_tokens = num_chunks * size.query_len
         self._q = torch.randn(num_tokens, NUM_KV_HEADS * GROUP, head_dim, generator=generator, device=device).to(dtype)
         places = torch.randperm(num_chunks * width, generator=generator, device=device).to(torch.int32)

@@ -7,8 +7,8 @@ that every row of a tile sees in full take no mask; only those at the diagonal a
 import triton
 import triton.language as tl
 
-from aserve.kernels.cake.kv_blocks import find_offsets_in, load_block, load_pages
-from aserve.kernels.cake.softmax import LN_2, LOG2_E, add_sinks, load_scale, scale_scores
+from aserve.kernels.cake.kv_blocks import find_channels, find_offsets_in, load_block, load_pages, load_scale
+from aserve.kernels.cake.softmax import LN_2, LOG2_E, add_sinks, scale_scores
 
 MAX_FLOAT16 = tl.constexpr(65504.0)
 
@@ -34,6 +34,8 @@ def paged_prefill(
     lse,
     keys,
     values,
+    key_blocks,
+    value_blocks,
     page_table,
     rows,
     key_lens,
@@ -58,6 +60,7 @@ def paged_prefill(
     HAS_SINKS: tl.constexpr,
     WRITES_LSE: tl.constexpr,
     HAS_HEAD_SCALES: tl.constexpr,
+    PER_WORD: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -76,7 +79,7 @@ def paged_prefill(
 
     is_row, places, heads = _find_rows(first_row, num_queries, kv_head, GROUP, TILE_ROWS)
     positions = num_before + places  # of the queries in their sequence
-    elements = tl.arange(0, WIDTH)
+    elements = find_channels(WIDTH, PER_WORD)
     is_inside = is_row[:, None] & (elements < HEAD_DIM)[None, :]
     offsets = (first_token + places).to(tl.int64) * Q_STRIDE + heads * HEAD_DIM
     queries = tl.load(q + (offsets[:, None] + elements[None, :]), mask=is_inside, other=0.0)
@@ -84,7 +87,7 @@ def paged_prefill(
         queries = tl.minimum(tl.maximum(queries.to(tl.float32), -MAX_FLOAT16), MAX_FLOAT16)
     queries = queries.to(FACTOR)
 
-    scale *= load_scale(key_scale, kv_head, HAS_HEAD_SCALES)
+    scale *= load_scale(key_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)
     greatest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([TILE_ROWS], tl.float32)
     output = tl.zeros([TILE_ROWS, WIDTH], tl.float32)
@@ -115,6 +118,8 @@ def paged_prefill(
             stop,
             keys,
             values,
+            key_blocks,
+            value_blocks,
             table_row,
             kv_head,
             window,
@@ -126,6 +131,7 @@ def paged_prefill(
             HEAD_STRIDE,
             PAGE_SIZE,
             HAS_SOFTCAP,
+            PER_WORD,
             HAS_WINDOW,
             WIDTH,
             BLOCK_LEN,
@@ -139,7 +145,7 @@ def paged_prefill(
     if HAS_SINKS:
         greatest, denominator, kept = add_sinks(greatest, denominator, sinks, heads, is_row)
         output *= kept[:, None]
-    output *= (load_scale(value_scale, kv_head, HAS_HEAD_SCALES) / denominator)[:, None]
+    output *= (load_scale(value_scale, kv_head, HAS_HEAD_SCALES, PER_WORD) / denominator)[:, None]
     offsets = (first_token + places).to(tl.int64) * (tl.num_programs(1) * GROUP) + heads
     is_inside = is_row[:, None] & (elements < HEAD_DIM)[None, :]
     outputs = out + (offsets[:, None] * HEAD_DIM + elements[None, :])
@@ -171,6 +177,8 @@ def _attend(
     stop,
     keys,
     values,
+    key_blocks,
+    value_blocks,
     table_row,
     kv_head,
     window,
@@ -182,6 +190,7 @@ def _attend(
     HEAD_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    PER_WORD: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
@@ -198,7 +207,7 @@ def _attend(
         is_key = (block >= first_key) & (block < stop) if IS_MASKED else None
         offsets = find_offsets_in(pages, first, kv_head, BLOCK_LEN, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE)
         pages = load_pages(table_row, first + BLOCK_LEN, end, BLOCK_LEN, PAGE_SIZE)
-        block_keys = load_block(keys, offsets, is_key, HEAD_DIM, WIDTH, FACTOR)
+        block_keys = load_block(keys, key_blocks, offsets, is_key, HEAD_DIM, WIDTH, PER_WORD, FACTOR)
         scores = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
         if HAS_SOFTCAP:
             scores = scale_scores(scores, scale, softcap, HAS_SOFTCAP)
@@ -214,7 +223,7 @@ def _attend(
         kept = tl.exp2(greatest - offset)
         weights = tl.exp2(scores * factor - offset[:, None])
         denominator = denominator * kept + tl.sum(weights, 1)
-        block_values = load_block(values, offsets, is_key, HEAD_DIM, WIDTH, FACTOR)
+        block_values = load_block(values, value_blocks, offsets, is_key, HEAD_DIM, WIDTH, PER_WORD, FACTOR)
         output = tl.dot(weights.to(FACTOR), block_values, output * kept[:, None], input_precision="ieee")
         greatest = new_greatest
     return greatest, denominator, output

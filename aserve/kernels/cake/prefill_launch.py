@@ -16,12 +16,13 @@ class PrefillLaunch(Launch):
     num_warps: int
     num_stages: int
 
-    def shared_bytes(self, head_dim: int, group: int, kv_bytes: int) -> int:
+    def shared_bytes(self, head_dim: int, group: int, kv_bytes: float) -> int:
         """Return the shared memory that a program takes at most, with queries in 16 bits."""
         queries, block = 2 * self.tile_rows * row_width(head_dim), self.block_len * row_width(head_dim)
         if kv_bytes == 2:
-            return queries + self.num_stages * 2 * kv_bytes * block
-        return queries + max(self.num_stages - 1, 1) * 2 * kv_bytes * block + 2 * block  # as factors, once converted
+            return queries + self.num_stages * 4 * block
+        copies = int(max(self.num_stages - 1, 1) * 2 * kv_bytes * block)
+        return queries + copies + 2 * block  # as factors, once converted
 
 
 PLAIN_LAUNCH = PrefillLaunch(tile_rows=16, block_len=16, num_warps=4, num_stages=1)

@@ -8,8 +8,9 @@ import torch
 
 from aserve.kernels.cake.architectures import SHARED_BYTES, refuse_architecture
 from aserve.kernels.cake.variant import Variant
+from aserve.kernels.nvfp4 import HEAD_GRAIN, NVFP4, element_bytes
 
-FP8_CAPABILITY = (8, 9)  # the least that converts e4m3
+FP8_CAPABILITY = (8, 9)  # the least that converts e4m3, in which nvfp4 has its scales
 UNBOUNDED = 2**31 - 1
 
 
@@ -56,6 +57,8 @@ def refuse_variant(variant: Variant, problem: VariantProblem) -> str | None:
     if problem.kv_dtype.itemsize == 1 and problem.capability < FP8_CAPABILITY:
         wanted, found = (".".join(map(str, version)) for version in (FP8_CAPABILITY, problem.capability))
         return f"{_name(problem.kv_dtype)} needs a GPU of compute capability {wanted} or more, not {found}"
+    if problem.kv_dtype == NVFP4 and problem.head_dim % HEAD_GRAIN:
+        return f"nvfp4 needs a head_dim that is a multiple of {HEAD_GRAIN}, not {problem.head_dim}"
     if problem.head_dim not in variant.head_dims:
         return f"it knows head_dim {_list(variant.head_dims)}, not {problem.head_dim}"
     if problem.group > variant.max_group:
@@ -88,7 +91,7 @@ def _refuse_launch(variant: Variant, problem: VariantProblem) -> str | None:
         return None
     if reason := refuse_architecture(problem.capability):
         return reason
-    needed = variant.launch.shared_bytes(problem.head_dim, problem.group, problem.kv_dtype.itemsize)
+    needed = variant.launch.shared_bytes(problem.head_dim, problem.group, element_bytes(problem.kv_dtype))
     given = SHARED_BYTES[problem.capability]
     if needed <= given:
         return None
@@ -97,7 +100,7 @@ def _refuse_launch(variant: Variant, problem: VariantProblem) -> str | None:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return "nvfp4" if dtype == NVFP4 else str(dtype).removeprefix("torch.")
 
 
 def _list(numbers: range | tuple[int, ...]) -> str:

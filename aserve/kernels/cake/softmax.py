@@ -8,15 +8,6 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def load_scale(scale, kv_head, IS_PER_HEAD: tl.constexpr):
-    """Return the scale of a KV head's keys or values: a number for all heads, or where those of each begin."""
-    if IS_PER_HEAD:
-        return tl.load(scale + kv_head)
-    else:  # the compiler wants both branches
-        return scale
-
-
-@triton.jit
 def scale_scores(products, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Turn products of queries and keys into scores in base 2, capped if so wished."""
     scores = products * scale

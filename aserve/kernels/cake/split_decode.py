@@ -1,6 +1,6 @@
 """How the split decode kernel and its merge are launched, and the memory in between."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ def run_split_decode(
     num_programs, group = len(schedule.first_seqs), call.group
     if len(partials.lses) < num_programs * 2 * group or len(partials.outs) < num_programs * 2 * group * head_dim:
         raise ValueError(f"partials: too small for {num_programs} programs of {group} heads of {head_dim}")
+    call = replace(call, pages=call.pages.in_words())
     rules, pages, batch = call.rules, call.pages, call.batch
     lse = partials.lses if call.lse is None else call.lse
     sinks = partials.lses if rules.sinks is None else rules.sinks
@@ -48,8 +49,7 @@ def run_split_decode(
         call.q,
         call.out,
         lse,
-        pages.keys,
-        pages.values,
+        *pages.pointers,
         batch.page_table,
         batch.rows,
         batch.key_lens,
@@ -92,6 +92,7 @@ def run_split_decode(
         HAS_SINKS=rules.sinks is not None,
         WRITES_LSE=call.lse is not None,
         HAS_HEAD_SCALES=call.has_head_scales,
+        PER_WORD=pages.per_word,
         SPLIT_BLOCK=SPLIT_BLOCK,
         MIN_UNITS=launch.min_units,
         num_warps=4,

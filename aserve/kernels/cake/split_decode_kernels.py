@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from aserve.kernels.cake.decode_schedule import find_first_unit, find_owner
-from aserve.kernels.cake.kv_blocks import find_offsets, load_block
-from aserve.kernels.cake.softmax import LN_2, add_sinks, load_scale, scale_scores
+from aserve.kernels.cake.kv_blocks import find_channels, find_offsets, load_block, load_scale
+from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
 
 MAX_FLOAT16 = tl.constexpr(65504.0)
 
@@ -37,6 +37,8 @@ def split_decode(
     lse,
     keys,
     values,
+    key_blocks,
+    value_blocks,
     page_table,
     rows,
     key_lens,
@@ -64,6 +66,7 @@ def split_decode(
     HAS_SINKS: tl.constexpr,
     WRITES_LSE: tl.constexpr,
     HAS_HEAD_SCALES: tl.constexpr,
+    PER_WORD: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
     MIN_UNITS: tl.constexpr,
@@ -75,7 +78,7 @@ def split_decode(
     stop = find_first_unit(program + 1, total, tl.num_programs(0), MIN_UNITS)
     seq = tl.load(first_seqs + program)
     members = tl.arange(0, GROUP_TILE)
-    elements = tl.arange(0, HEAD_DIM)
+    elements = find_channels(HEAD_DIM, PER_WORD)
     is_member = members < GROUP
     while unit < stop:
         seq_start = tl.load(starts + seq)
@@ -93,7 +96,7 @@ def split_decode(
         queries = queries.to(FACTOR)
         table_row = page_table + tl.load(rows + seq).to(tl.int64) * table_stride
 
-        head_scale = scale * load_scale(key_scale, kv_head, HAS_HEAD_SCALES)
+        head_scale = scale * load_scale(key_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)
         greatest = tl.full([GROUP_TILE], float("-inf"), tl.float32)
         denominator = tl.zeros([GROUP_TILE], tl.float32)
         output = tl.zeros([GROUP_TILE, HEAD_DIM], tl.float32)
@@ -103,7 +106,7 @@ def split_decode(
             offsets = find_offsets(
                 table_row, positions, is_key, kv_head, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE
             )
-            block_keys = load_block(keys, offsets, is_key, HEAD_DIM, HEAD_DIM, FACTOR)
+            block_keys = load_block(keys, key_blocks, offsets, is_key, HEAD_DIM, HEAD_DIM, PER_WORD, FACTOR)
             products = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
             scores = scale_scores(products, head_scale, softcap, HAS_SOFTCAP)
             scores = tl.where(is_key[None, :], scores, float("-inf"))
@@ -111,7 +114,7 @@ def split_decode(
             kept = tl.exp2(greatest - new_greatest)
             weights = tl.exp2(scores - new_greatest[:, None])
             denominator = denominator * kept + tl.sum(weights, 1)
-            block_values = load_block(values, offsets, is_key, HEAD_DIM, HEAD_DIM, FACTOR)
+            block_values = load_block(values, value_blocks, offsets, is_key, HEAD_DIM, HEAD_DIM, PER_WORD, FACTOR)
             output = tl.dot(weights.to(FACTOR), block_values, output * kept[:, None], input_precision="ieee")
             greatest = new_greatest
 
@@ -119,7 +122,8 @@ def split_decode(
             if HAS_SINKS:
                 greatest, denominator, kept = add_sinks(greatest, denominator, sinks, heads, is_member)
                 output *= kept[:, None]
-            output *= (load_scale(value_scale, kv_head, HAS_HEAD_SCALES) / denominator)[:, None]
+            head_scale = load_scale(value_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)
+            output *= (head_scale / denominator)[:, None]
             token = seq.to(tl.int64) * (NUM_KV_HEADS * GROUP)
             tl.store(out + token * HEAD_DIM + places, output.to(out.dtype.element_ty), mask=is_member[:, None])
             if WRITES_LSE:
@@ -151,6 +155,7 @@ def merge_decode(
     HAS_SINKS: tl.constexpr,
     WRITES_LSE: tl.constexpr,
     HAS_HEAD_SCALES: tl.constexpr,
+    PER_WORD: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     MIN_UNITS: tl.constexpr,
 ):
@@ -188,7 +193,7 @@ def merge_decode(
         if HAS_SINKS:
             greatest, denominator, kept = add_sinks(greatest, denominator, sinks, heads, heads >= 0)
             output *= kept
-        output *= load_scale(value_scale, kv_head, HAS_HEAD_SCALES) / denominator
+        output *= load_scale(value_scale, kv_head, HAS_HEAD_SCALES, PER_WORD) / denominator
         token = seq.to(tl.int64) * (NUM_KV_HEADS * GROUP)
         tl.store(out + (token + head) * HEAD_DIM + elements, output.to(out.dtype.element_ty))
         if WRITES_LSE:

@@ -19,13 +19,15 @@ class SplitLaunch(Launch):
     programs_per_sm: int
     min_units: int = MIN_UNITS  # that are worth a program of their own
 
-    def shared_bytes(self, head_dim: int, group: int, kv_bytes: int) -> int:
+    def shared_bytes(self, head_dim: int, group: int, kv_bytes: float) -> int:
         """Return the shared memory that a program takes at most, with keys of ``kv_bytes`` an element."""
         tile = group_tile(group)
-        copies = max(self.num_stages - 1, 2) * self.block_len * head_dim * kv_bytes  # of keys and values in turn
+        block = self.block_len * head_dim
+        copies = int(max(self.num_stages - 1, 2) * block * kv_bytes)  # of keys and values in turn
+        unpacked = 2 * block if kv_bytes <= 1 else 0  # values, as 16 bits
         # Operands are rearranged by way of shared memory; products of a warp group also take theirs from there.
         operands = tile * (head_dim + self.block_len) * (4 if tile >= WARP_GROUP_ROWS else 2)
-        return copies + operands + 8 * self.block_len + 512
+        return copies + unpacked + operands + 8 * self.block_len + 512
 
 
 def group_tile(group: int) -> int:

@@ -11,7 +11,7 @@ class Launch(ABC):
     """How a variant is compiled and launched: positive integers, which may be measured for each GPU."""
 
     @abstractmethod
-    def shared_bytes(self, head_dim: int, group: int, kv_bytes: int) -> int:
+    def shared_bytes(self, head_dim: int, group: int, kv_bytes: float) -> int:
         """Return the shared memory that a program takes at most, with keys of ``kv_bytes`` an element."""
 
 

@@ -7,10 +7,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from aserve.kernels.gpu.launch import FLOATS, launch_options
+from aserve.kernels.nvfp4 import HEAD_GRAIN, NVFP4
 from aserve.kernels.operators import HeadLayout, HeadNorms, KVTarget
 
 BLOCK_HEADS = 8
-FLOAT8_CAPABILITY = (8, 9)  # from which on Triton converts to e4m3
+FLOAT8_CAPABILITY = (8, 9)  # from which on Triton converts to e4m3, in which nvfp4 has its scales
 
 
 def can_store(
@@ -26,19 +27,29 @@ def can_store(
     return (
         heads.head_dim % 2 == 0
         and key.dtype == value.dtype
-        and can_convert_to(key.dtype, qkv.device)
+        and can_convert_to(key.dtype if target.block_scales is None else NVFP4, qkv.device)
         and key.shape == value.shape
         and key.stride() == value.stride()
         and key.stride(3) == 1
         and cos_sin.dtype == torch.float32
         and all(tensor.is_contiguous() for tensor in (cos_sin, positions, target.slot_mapping))
+        and _can_pack(heads, target)
         and (norms is None or norms.query.dtype == norms.key.dtype in (qkv.dtype, torch.float32))
     )
 
 
+def _can_pack(heads: HeadLayout, target: KVTarget) -> bool:
+    """Whether pages are not of nvfp4, or such that halves of heads have whole blocks whose scales lie as pages do."""
+    blocks = target.block_scales
+    if blocks is None:
+        return True
+    strides = tuple(stride // 8 for stride in target.key.stride()[:3])
+    return heads.head_dim % HEAD_GRAIN == 0 and blocks.key.stride() == blocks.value.stride() == (*strides, 1)
+
+
 def can_convert_to(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a kernel on ``device`` can write pages of ``dtype``."""
-    if dtype == torch.float8_e4m3fn:
+    if dtype in (torch.float8_e4m3fn, NVFP4):
         return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
     return dtype in FLOATS
 
@@ -60,6 +71,7 @@ def rope_store(
     half_block = triton.next_power_of_2(head_dim // 2)
     num_blocks = triton.cdiv(heads.num_heads + 2 * heads.num_kv_heads, BLOCK_HEADS)
     page_stride, slot_stride, head_stride, _ = target.key.stride()
+    blocks = target.block_scales
     _rope_store[(num_tokens, num_blocks)](
         qkv,
         queries,
@@ -69,6 +81,8 @@ def rope_store(
         positions,
         target.key,
         target.value,
+        None if blocks is None else blocks.key,
+        None if blocks is None else blocks.value,
         target.slot_mapping,
         0.0 if norms is None else norms.eps,
         target.key_scale,
@@ -110,6 +124,8 @@ def _rope_store(
     positions,
     key_pages,
     value_pages,
+    key_blocks,
+    value_blocks,
     slot_mapping,
     eps: float,
     key_scale,
@@ -180,14 +196,61 @@ def _rope_store(
         value_head = head - NUM_HEADS - NUM_KV_HEADS
         is_value_head = is_value & (value_head < NUM_KV_HEADS)
         value_scale = tl.load(value_scale + value_head, mask=is_value_head, other=1.0)[:, None]
-    is_key = inside & is_key_head[:, None]
-    to_key = key_pages + place + (head - NUM_HEADS)[:, None] * HEAD_STRIDE + channel[None, :]
-    tl.store(to_key, _convert(first_rotated, key_scale, stored, IS_SCALED), mask=is_key)
-    tl.store(to_key + HALF, _convert(second_rotated, key_scale, stored, IS_SCALED), mask=is_key)
-    to_value = value_pages + place + (head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_STRIDE + channel[None, :]
-    is_value_inside = inside & is_value[:, None]
-    tl.store(to_value, _convert(first_raw, value_scale, stored, IS_SCALED), mask=is_value_inside)
-    tl.store(to_value + HALF, _convert(second_raw, value_scale, stored, IS_SCALED), mask=is_value_inside)
+    key_place = place + (head - NUM_HEADS) * HEAD_STRIDE
+    value_place = place + (head - NUM_HEADS - NUM_KV_HEADS) * HEAD_STRIDE
+    if key_blocks is not None:
+        is_value_head = is_value & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+        _store_packed(first_rotated, second_rotated, key_scale, key_pages, key_blocks, key_place, is_key_head, HALF)
+        _store_packed(first_raw, second_raw, value_scale, value_pages, value_blocks, value_place, is_value_head, HALF)
+    else:
+        is_key = inside & is_key_head[:, None]
+        to_key = key_pages + key_place[:, None] + channel[None, :]
+        tl.store(to_key, _convert(first_rotated, key_scale, stored, IS_SCALED), mask=is_key)
+        tl.store(to_key + HALF, _convert(second_rotated, key_scale, stored, IS_SCALED), mask=is_key)
+        to_value = value_pages + value_place[:, None] + channel[None, :]
+        is_value_inside = inside & is_value[:, None]
+        tl.store(to_value, _convert(first_raw, value_scale, stored, IS_SCALED), mask=is_value_inside)
+        tl.store(to_value + HALF, _convert(second_raw, value_scale, stored, IS_SCALED), mask=is_value_inside)
+
+
+@triton.jit
+def _store_packed(first, second, scale, pages, block_scales, places, is_kept, HALF: tl.constexpr):
+    """Write the halves [heads, HALF or more] of heads as nvfp4; heads begin at ``places``, in bytes."""
+    _store_packed_half(first, scale, pages, block_scales, places, is_kept, HALF)
+    _store_packed_half(second, scale, pages + HALF // 2, block_scales + HALF // 16, places, is_kept, HALF)
+
+
+@triton.jit
+def _store_packed_half(values, scale, pages, block_scales, places, is_kept, HALF: tl.constexpr):
+    NUM_ROWS: tl.constexpr = values.shape[0]
+    NUM_BLOCKS: tl.constexpr = values.shape[1] // 16
+    values = tl.div_rn(values.to(tl.float32), tl.zeros_like(values).to(tl.float32) + scale)
+    blocks = tl.reshape(values, [NUM_ROWS, NUM_BLOCKS, 16])
+    largest = tl.max(tl.abs(blocks), 2)
+    new_scales = tl.minimum(tl.div_rn(largest, tl.zeros_like(largest) + 6.0), 448.0).to(tl.float8e4nv)
+    divisors = tl.zeros_like(blocks) + new_scales.to(tl.float32)[:, :, None]
+    elements = tl.where(divisors > 0.0, tl.div_rn(blocks, tl.where(divisors > 0.0, divisors, 1.0)), 0.0)
+    low, high = tl.split(tl.reshape(_round_to_codes(elements), [NUM_ROWS, NUM_BLOCKS * 8, 2]))
+    pair = tl.arange(0, NUM_BLOCKS * 8)
+    tl.store(
+        pages + places[:, None] + pair[None, :],
+        (low | (high << 4)).to(tl.uint8),
+        mask=is_kept[:, None] & (pair < HALF // 2)[None, :],
+    )
+    block = tl.arange(0, NUM_BLOCKS)
+    # A head has a scale for every 8 bytes, and so has all before it.
+    to_scales = block_scales + (places // 8)[:, None] + block[None, :]
+    tl.store(to_scales, new_scales, mask=is_kept[:, None] & (block < HALF // 16)[None, :])
+
+
+@triton.jit
+def _round_to_codes(x):
+    """Return the bits of the nearest e2m1 of each of ``x``, ties to even."""
+    size = tl.abs(x)
+    codes = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    codes += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    codes += (size > 5.0).to(tl.int32)
+    return codes | ((x < 0.0).to(tl.int32) << 3)
 
 
 @triton.jit

@@ -1,0 +1,95 @@
+"""The nvfp4 format in torch, against its table of elements and the search for the nearest one."""
+
+import pytest
+import torch
+from doubles_attention import E2M1 as ELEMENTS
+from torch import Tensor
+
+from aserve.kernels.nvfp4 import BlockScales, dequantise, quantise
+from aserve.kernels.operators import KVTarget, Operators
+
+
+def nearest(x: Tensor) -> Tensor:
+    """Return the nearest elements by search; of two as near, the one whose last bit is 0."""
+    distances = (x.double().abs().unsqueeze(-1) - ELEMENTS[:8].double()).abs()
+    is_nearest = distances == distances.amin(-1, keepdim=True)
+    evenness = torch.tensor([1, 0] * 4)
+    codes = (is_nearest * (1 + evenness)).argmax(-1)
+    return torch.where(x < 0, -ELEMENTS[codes], ELEMENTS[codes])
+
+
+def read(packed: Tensor, block_scales: Tensor) -> Tensor:
+    """Return what bytes and scales stand for by the table, in float64: two elements a byte, the low half first."""
+    codes = torch.stack((packed.long() & 15, packed.long() >> 4), dim=-1).flatten(-2)
+    return ELEMENTS.double()[codes] * block_scales.double().repeat_interleave(16, dim=-1)
+
+
+def test_every_byte_is_read_by_the_table() -> None:
+    packed = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    block_scales = torch.tensor([2.0**-9, 0.4375, 1.0, 448.0] * 8).view(4, 8).to(torch.float8_e4m3fn)
+    values = dequantise(packed, block_scales)
+    assert values.dtype == torch.float32
+    assert torch.equal(values.double(), read(packed, block_scales))
+
+
+def test_elements_are_the_nearest_ties_to_even() -> None:
+    """A first element of 6 makes the scale of each block 1."""
+    steps = torch.cat(
+        (torch.arange(-24, 25) / 4, torch.tensor([0.2499, 0.2501, 2.4999, 2.5001, 4.9999, 5.0001, -3.4999]))
+    )
+    blocks = torch.zeros(8, 16)
+    blocks[:, 0] = 6
+    blocks[:, 1:8] = steps.view(8, 7)
+    packed, block_scales = quantise(blocks, 1.0)
+    assert (packed.shape, packed.dtype) == ((8, 8), torch.uint8)
+    assert torch.equal(block_scales.float(), torch.ones(8, 1))
+    assert torch.equal(read(packed, block_scales), nearest(blocks).double())
+
+
+@pytest.mark.parametrize("scale", [0.25, 1.0, torch.tensor([[0.5], [2.0]])])
+def test_blocks_have_scales_of_their_own(scale: float | Tensor) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 2, 64) * torch.logspace(-2, 1, 4).repeat_interleave(16)
+    packed, block_scales = quantise(x, scale)
+    wanted = (x.double() / scale).view(5, 2, 4, 16)
+    exact = wanted.abs().amax(-1) / 6
+    assert ((block_scales.double() - exact).abs() <= exact * 2**-4 + 2**-10).all(), "the nearest of 3 bits"
+    divisors = block_scales.double().unsqueeze(-1)
+    expected = nearest((wanted / divisors).float()).double() * divisors
+    assert torch.equal(read(packed, block_scales), expected.flatten(-2))
+
+
+def test_zeros_tiny_and_huge_values() -> None:
+    x = torch.zeros(3, 16)
+    x[1, 3], x[2, 5] = 1e-4, -1e6  # below half the smallest block scale, above the largest
+    packed, block_scales = quantise(x, 1.0)
+    assert block_scales.float().flatten().tolist() == [0.0, 0.0, 448.0]
+    values = dequantise(packed, block_scales)
+    assert not values[:2].any()
+    assert values[2, 5] == -6 * 448
+    assert not values[2, :5].any()
+
+
+@pytest.mark.parametrize("is_head_major", [False, True])
+def test_keys_and_values_are_stored_where_they_belong(is_head_major: bool) -> None:
+    torch.manual_seed(0)
+
+    def pages(width: int, dtype: torch.dtype) -> Tensor:
+        inner = (2, 4) if is_head_major else (4, 2)
+        full = torch.full((3, *inner, width), 7).to(dtype)
+        return full.transpose(1, 2) if is_head_major else full
+
+    blocks = BlockScales(pages(2, torch.float8_e4m3fn), pages(2, torch.float8_e4m3fn))
+    slots = torch.tensor([11, 0, 6])
+    scales = (0.25, torch.tensor([0.5, 2.0]))
+    target = KVTarget(pages(16, torch.uint8), pages(16, torch.uint8), slots, *scales, blocks)
+    k, v = torch.randn(3, 2, 32), torch.randn(3, 2, 32)
+    Operators().store_kv(k, v, target)
+    for stored, block_scales, new, scale in (
+        (target.key, blocks.key, k, torch.tensor(0.25)),
+        (target.value, blocks.value, v, torch.tensor([[0.5], [2.0]])),
+    ):
+        found = (read(stored, block_scales).flatten(0, 1)[slots]) * scale
+        assert (found - new).abs().max() < 0.25 * new.abs().max()
+        untouched = [slot for slot in range(12) if slot not in slots]
+        assert (stored.flatten(0, 1)[untouched] == 7).all()
