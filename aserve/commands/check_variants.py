@@ -86,11 +86,7 @@ def _describe(config: EngineConfig, files: ModelFiles, gpu: Gpu | None) -> Atten
     cpu = torch.device("cpu")
     usual = torch.float32 if gpu is None else torch.bfloat16
     dtype = usual if config.dtype == "auto" else getattr(torch, config.dtype)
-    shape = (
-        open_checkpoint(files, torch.device("cpu")).config
-        if files.config is None
-        else DecoderConfig.from_hf(files.config)
-    )
+    shape = open_checkpoint(files, cpu).config if files.config is None else DecoderConfig.from_hf(files.config)
     method = resolve_quantization("none", cpu, is_demo=False)
     model = Decoder(shape, WeightFormat(method, dtype, torch.device("meta")), Operators())
     kv = KVFormat(resolve_kv_dtype(config.kv_cache_dtype, dtype, shape.head_dim))

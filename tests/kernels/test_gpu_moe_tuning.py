@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from aserve.builtin_models import BUILTIN_MODELS
 from aserve.kernels.gpu import moe_case, tune_moe
@@ -44,6 +45,23 @@ def test_a_launch_that_is_wrong_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_case, "run_moe", lambda *arguments: right(*arguments) * 1.1)
     with pytest.raises(ArithmeticError, match="is wrong by"):
         tune_moe.main(["--models", "Tiny", "--tokens", "1"])
+
+
+def test_a_launch_that_does_not_start_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def time_only_slow_ones(calls: Sequence[Callable[[], object]]) -> float:
+        launch = calls[0].args[4]  # type: ignore[attr-defined]
+        if FAST in (launch.gate_up, launch.down):
+            raise OutOfResources(400 << 10, 227 << 10, "shared memory")
+        return time_calls(calls)
+
+    monkeypatch.setattr(moe_case, "time_calls", time_only_slow_ones)
+    assert tune_moe.main(["--models", "Tiny", "--tokens", "1"]) == 0
+    *failures, row = capsys.readouterr().out.splitlines()
+    assert row.startswith("1: MoeLaunch(16, ProductLaunch(64, 64, 2, 4), ProductLaunch(64, 64, 2, 4)),  # 4.0 us")
+    assert len(failures) == 2 * 2  # for each number of rows, of each product
+    assert all(line.startswith("# failed: MoeLaunch(") and "shared memory" in line for line in failures)
 
 
 def test_products_are_chosen_one_after_the_other() -> None:

@@ -5,18 +5,20 @@ expert has on average, with the time, the bandwidth and the rate, and what the p
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from aserve.builtin_models import BUILTIN_MODELS
+from aserve.kernels.gpu.moe import HOPPER_SHARED_BYTES
 from aserve.kernels.gpu.moe_case import MoeCase, find_routing
 from aserve.kernels.gpu.moe_launch import RESERVED_BYTES, SUM_PARTS, MoeLaunch, ProductLaunch, choose_moe_launch
 
 DEVICE = torch.device("cuda")
-SHARED_BYTES = 227 << 10  # of a Hopper GPU
 ITEMSIZE = 2
 MAX_SUMS = 160  # that a thread keeps
 TOKENS = [1, 8, 32, 64, 128, 256, 512, 1024, 4096]
@@ -42,14 +44,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tune(case: MoeCase, num_tokens: int, mean_rows: float) -> str:
     """Return a row of the table and, behind it, what was measured."""
-    present = choose_moe_launch(mean_rows, ITEMSIZE, SHARED_BYTES)
-    best = best_launch(present, lambda launch: case.time_launch(num_tokens, launch))
+    present = choose_moe_launch(mean_rows, ITEMSIZE, HOPPER_SHARED_BYTES)
+    best = best_launch(present, lambda launch: _time(case, num_tokens, launch))
     best_us, present_us = (case.time_launch(num_tokens, launch) for launch in (best, present))
     return (
         f"{max(round(mean_rows), 1)}: MoeLaunch({best.block_rows}, {_format(best.gate_up)}, {_format(best.down)}),  "
         f"# {best_us:.1f} us, {case.bandwidth(num_tokens, best_us):.0f} GB/s, "
         f"{case.rate(num_tokens, best_us):.0f} TFLOP/s; present {present_us:.1f}"
     )
+
+
+def _time(case: MoeCase, num_tokens: int, launch: MoeLaunch) -> float:
+    """Return the microseconds, or infinity after saying what failed."""
+    try:
+        return case.time_launch(num_tokens, launch)
+    except (ArithmeticError, OutOfResources, RuntimeError) as error:
+        print(f"# failed: {launch}: {error}", flush=True)
+        return math.inf
 
 
 def best_launch(present: MoeLaunch, time_us: Callable[[MoeLaunch], float]) -> MoeLaunch:
@@ -73,7 +84,7 @@ def candidates(block_rows: int, num_parts: int) -> Iterator[ProductLaunch]:
             continue
         for block_width in (64, 128):
             stage_bytes = (block_outputs * num_parts + block_rows) * block_width * ITEMSIZE
-            for num_bytes in (SHARED_BYTES // 2, SHARED_BYTES):
+            for num_bytes in (HOPPER_SHARED_BYTES // 2, HOPPER_SHARED_BYTES):
                 num_stages = min((num_bytes - RESERVED_BYTES) // stage_bytes, 6)
                 if num_stages >= 2:
                     yield ProductLaunch(block_outputs, block_width, num_stages, num_warps)
