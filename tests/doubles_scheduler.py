@@ -5,9 +5,10 @@ pool and compares what it reads, so an unwritten, freed or foreign page is notic
 only when ``complete`` is called, as late as a real device might.
 """
 
+import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from aserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
@@ -372,3 +373,20 @@ class StepLoop:
             reference = run_alone(outcome.request, self.limits, self.eos_token_ids)
             outcome.check(reference)
             assert outcome.is_aborted or outcome.finish_reason is not None, "a request never ended"
+
+
+def run_every_interleaving(make_loop: Callable[[], StepLoop]) -> None:
+    """Try all orders of planning, committing and at most one abort of request "a" over eight actions."""
+    for actions in itertools.product("lca", repeat=8):
+        if actions.count("a") > 1:
+            continue
+        loop = make_loop()
+        for action in actions:
+            if action == "l":
+                loop.launch()
+            elif action == "c" and loop.device.pending:
+                loop.commit()
+            elif action == "a" and loop.outcomes["a"].finish_reason is None:
+                loop.abort("a")
+        loop.run()
+        loop.check_outcomes()
