@@ -16,6 +16,7 @@ from aserve.attention.base import (
     LayerKV,
     Phase,
 )
+from aserve.kernels.nvfp4 import NVFP4, BlockScales, dequantise, element_bytes, quantise
 
 SHAPE = re.compile(r"(\d+)x(\d+)(?:\.\.(\d+))?(?:\+(\d+))?")
 MAX_SCORES = 1 << 26  # float32 scores held at once by the reference: 256 MiB
@@ -120,8 +121,8 @@ class AttentionSetup:
     def moved_bytes(self, shape: StepShape) -> int:
         """Bytes that no kernel can save: queries and output once, every key and value once."""
         queries = 2 * shape.num_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
-        keys = 2 * sum(shape.key_lens) * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
-        return queries + keys
+        keys = 2 * sum(shape.key_lens) * self.num_kv_heads * self.head_dim * element_bytes(self.kv_dtype)
+        return queries + int(keys)
 
     def operations(self, shape: StepShape) -> int:
         """Multiplications and additions of both matrix products, hidden keys left out."""
@@ -140,26 +141,38 @@ class AttentionCase:
 
     def in_order(self, order: KVOrder) -> LayerKV:
         """Return the pages as they lie in the memory of a pool of ``order``, in memory of their own."""
-        key, value = self.layer_kv.key, self.layer_kv.value
-        if order == "NHD":
-            return LayerKV(key.clone(), value.clone())
-        return LayerKV(_head_first(key), _head_first(value))
+        copy = _token_first if order == "NHD" else _head_first
+        blocks = self.layer_kv.block_scales
+        copied = None if blocks is None else BlockScales(copy(blocks.key), copy(blocks.value))
+        return LayerKV(copy(self.layer_kv.key), copy(self.layer_kv.value), block_scales=copied)
 
     def reference(self) -> Tensor:
         """Return the output [T, H, D] computed in float32 from the same rounded inputs, densely, in plain torch."""
         outputs, start = [], 0
+        blocks = self.layer_kv.block_scales
+        key_blocks, value_blocks = (None, None) if blocks is None else (blocks.key, blocks.value)
         for seq, (query_len, key_len) in enumerate(zip(self.batch.query_lens, self.batch.key_lens, strict=True)):
-            keys, values = (self._gather(pool, seq, key_len) for pool in (self.layer_kv.key, self.layer_kv.value))
+            keys = self._gather(self.layer_kv.key, key_blocks, seq, key_len)
+            values = self._gather(self.layer_kv.value, value_blocks, seq, key_len)
             queries = self.queries[start : start + query_len].float()
             outputs.append(_attend(queries, keys, values, self.setup))
             start += query_len
         return torch.cat(outputs)
 
-    def _gather(self, pool: Tensor, seq: int, key_len: int) -> Tensor:
+    def _gather(self, pool: Tensor, block_scales: Tensor | None, seq: int, key_len: int) -> Tensor:
         """Return [L, K, D] float32 of one sequence."""
         pages = self.batch.page_table[seq].long()
-        rows = pool.view(torch.uint8)[pages].view(pool.dtype)  # float8 tensors cannot be indexed
-        return rows.flatten(0, 1)[:key_len].float()
+        if block_scales is not None:
+            return dequantise(_take(pool, pages), _take(block_scales, pages)).flatten(0, 1)[:key_len]
+        return _take(pool, pages).flatten(0, 1)[:key_len].float()
+
+
+def _take(pool: Tensor, pages: Tensor) -> Tensor:
+    return pool.view(torch.uint8)[pages].view(pool.dtype)  # float8 tensors cannot be indexed
+
+
+def _token_first(pool: Tensor) -> Tensor:
+    return pool.clone()
 
 
 def _head_first(pool: Tensor) -> Tensor:
@@ -210,5 +223,12 @@ def make_case(setup: AttentionSetup, shape: StepShape) -> AttentionCase:
         cu_key_lens=starts["key"] if shape.cached_len else starts["query"],
     )
     queries = draw(shape.num_tokens, setup.num_heads, setup.head_dim)
-    layer_kv = LayerKV(draw(*pool_size).to(setup.kv_dtype), draw(*pool_size).to(setup.kv_dtype))
-    return AttentionCase(setup, batch, queries, layer_kv)
+    return AttentionCase(setup, batch, queries, _fill(draw(*pool_size), draw(*pool_size), setup.kv_dtype))
+
+
+def _fill(keys: Tensor, values: Tensor, kv_dtype: torch.dtype) -> LayerKV:
+    """Return pages [pages, page_size, K, D] in ``kv_dtype``."""
+    if kv_dtype != NVFP4:
+        return LayerKV(keys.to(kv_dtype), values.to(kv_dtype))
+    (packed_keys, key_blocks), (packed_values, value_blocks) = quantise(keys, 1.0), quantise(values, 1.0)
+    return LayerKV(packed_keys, packed_values, block_scales=BlockScales(key_blocks, value_blocks))

@@ -179,7 +179,7 @@ def _add_kernels(kinds: Any) -> None:
         help="type of queries; default: bfloat16 on a GPU, float32 on a CPU",
     )  # fmt: skip
     kernels.add_argument(
-        "--kv-dtype", choices=("float32", "bfloat16", "float16", "float8_e4m3fn"),
+        "--kv-dtype", choices=("float32", "bfloat16", "float16", "float8_e4m3fn", "nvfp4"),
         help="type of keys and values; default: that of queries",
     )  # fmt: skip
     kernels.add_argument(

@@ -17,6 +17,7 @@ from aserve.bench.device_speed import cache_bytes, copy_bandwidth, matmul_rate, 
 from aserve.bench.report import format_table, print_result
 from aserve.config import Config
 from aserve.errors import ClientError
+from aserve.kernels.nvfp4 import NVFP4
 from aserve.runner.resolve import resolve_device, resolve_num_threads
 
 SHAPES: dict[str, dict[str, Sequence[str]]] = {
@@ -65,7 +66,9 @@ def _device_name(device: torch.device) -> str:
 
 def _setups(arguments: argparse.Namespace, device: torch.device) -> Iterator[AttentionSetup]:
     dtype = getattr(torch, arguments.query_dtype) if arguments.query_dtype else DTYPES[device.type]
-    kv_dtype = getattr(torch, arguments.kv_dtype) if arguments.kv_dtype else dtype
+    kv_dtype = dtype
+    if arguments.kv_dtype:
+        kv_dtype = NVFP4 if arguments.kv_dtype == "nvfp4" else getattr(torch, arguments.kv_dtype)
     for num_heads, num_kv_heads in arguments.heads:
         for head_dim in arguments.head_dim:
             for page_size in arguments.page_sizes:

@@ -14,6 +14,7 @@ from aserve.bench import kernels
 from aserve.bench.attention_case import AttentionCase, AttentionSetup, StepShape, make_case
 from aserve.bench.device_speed import copy_bandwidth, time_calls
 from aserve.cli import main
+from aserve.kernels.nvfp4 import NVFP4
 
 CPU = torch.device("cpu")
 SHAPES = [("decode", "3x37"), ("decode", "3x5..37"), ("decode", "1x1"), ("prefill", "2x19"), ("prefill", "2x5+30")]
@@ -61,6 +62,25 @@ def test_the_reference_reads_the_rounded_pages(kv_dtype: torch.dtype) -> None:
     assert case.layer_kv.key.dtype is kv_dtype
     expected, _ = dense_attention(as_dense(case), make_spec(6, 2, 16))
     assert torch.allclose(case.reference().double(), expected.double(), atol=2e-6)
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_pages_of_nvfp4_are_what_the_torch_backend_reads(order: KVOrder) -> None:
+    """Which is tested against the format's table; elements of a head take 18 bytes, not 128."""
+    nvfp4 = AttentionSetup(CPU, torch.float32, NVFP4, 6, 2, 32, 4)
+    shape = StepShape.parse("decode", "2x21")
+    case = make_case(nvfp4, shape)
+    backend = TorchBackend(nvfp4.problem(shape), CPU)
+    layer_kv = case.in_order("NHD")
+    output, _ = backend.forward(case.queries, layer_kv, backend.plan(case.batch), nvfp4.spec)
+    assert torch.allclose(output, case.reference(), atol=2e-6)
+    assert nvfp4.moved_bytes(shape) == 2 * 2 * 6 * 32 * 4 + 2 * 42 * 2 * 18
+    blocks, copied = case.layer_kv.block_scales, case.in_order(order).block_scales
+    assert blocks is not None
+    assert copied is not None
+    assert torch.equal(copied.key.view(torch.uint8), blocks.key.view(torch.uint8))
+    assert copied.key.data_ptr() != blocks.key.data_ptr()
+    assert copied.key.transpose(1, 2).is_contiguous() == (order == "HND")
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])

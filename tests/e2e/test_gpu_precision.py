@@ -130,12 +130,15 @@ def test_log_probabilities_of_every_backend(
     assert rms(changes) <= MAX_RATIO * rms(theirs.prefill)
 
 
-def test_an_8_bit_cache(make_engine: MakeEngine, prompts: list[list[int]], scores: tuple[Score, Score]) -> None:
+@pytest.mark.parametrize("setting", ["fi", "cake"])
+def test_an_8_bit_cache(
+    setting: str, make_engine: MakeEngine, prompts: list[list[int]], scores: tuple[Score, Score]
+) -> None:
     """Coarser, but the same model; it must also make a difference, else the cache is not what was asked for."""
-    engine = make_engine(**SIZES, attention_backend="fi", kv_cache_dtype="fp8")
+    engine = make_engine(**SIZES, attention_backend=setting, kv_cache_dtype="fp8")
     cold, warm = asyncio.run(run_cold_and_warm(engine, prompts))
     ours, theirs = compare(cold, prompts, scores)
-    print(f"fp8: {ours}; transformers: {theirs}")
+    print(f"{setting}, fp8: {ours}; transformers: {theirs}")
     assert rms(theirs.prefill) < rms(ours.prefill) <= MAX_RATIO_8_BIT * rms(theirs.prefill)
     assert rms(theirs.decode) < rms(ours.decode) <= MAX_RATIO_8_BIT * rms(theirs.decode)
     assert ours.agreement >= MIN_AGREEMENT_8_BIT
