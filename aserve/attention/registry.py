@@ -38,7 +38,7 @@ PREFERENCES = {  # what "auto" tries, best first, by the device's type or, on CU
     "cuda 10.0": ("trtllm", "fi", "torch"),
     "cuda 10.3": ("trtllm", "fi", "torch"),
 }
-SINK_PREFERENCES = ("fa,cake", "torch,cake")  # on CUDA, for layers with sinks, before "torch", which comes last
+SINK_PREFERENCES = ("fa,cake", "cake")  # on CUDA, for layers with sinks, before "torch", which comes last
 NVFP4_PREFERENCES = ("cake",)  # the same for pages of nvfp4, which only these two read
 PAGE_SIZES = (16, 32, 64, 128, 256)  # tried in this order if the size is free
 

@@ -226,11 +226,11 @@ GPU_CHOICES = [
 ]
 SINK_CHOICES = [  # for a model whose layers have sinks
     ((9, 0), {"fi", "fa", "trtllm", "cake"}, "fa,cake"),
-    ((9, 0), {"fi", "trtllm", "cake"}, "torch,cake"),
+    ((9, 0), {"fi", "trtllm", "cake"}, "cake"),
     ((9, 0), {"fi", "fa", "trtllm"}, "torch"),
     ((10, 0), {"fi", "fa", "trtllm", "cake"}, "trtllm"),
     ((10, 0), {"fa", "cake"}, "fa,cake"),
-    ((8, 0), {"fi", "fa", "trtllm", "cake"}, "torch,cake"),
+    ((8, 0), {"fi", "fa", "trtllm", "cake"}, "cake"),
     ((7, 5), {"fi", "fa", "trtllm", "cake"}, "torch"),
 ]
 
