@@ -12,6 +12,7 @@ from aserve.kernels.nvfp4 import element_bytes
 SCRIPT = Path(__file__).with_name("hopper_compile_cake_prefill.py")
 ROWS = {row.name: row for row in PREFILL_VARIANTS}
 USUAL = ("prefill-16-d64+", "prefill-16-d128", "prefill-8-d256")
+SPILLED_BYTES = {"prefill-8-d256+": 8, "prefill-4-d256": 24, "prefill-4-d256+": 48}  # a few registers
 OTHERS = sorted({f"{name}{end}" for name in ROWS for end in ("", "+")} - set(USUAL))
 
 
@@ -23,8 +24,7 @@ def check(asked: tuple[str, ...], cache: Path) -> None:
         assert [line["kernel"] for line in lines] == ["_fill_tiles", "paged_prefill"] * 3
         assert not any(line["is_new"] for line in lines[2:]), "another step compiles nothing"
         line, row = lines[1], ROWS[name.rstrip("+")]
-        allowed = 8 if name == "prefill-8-d256+" else 0  # two registers of the masked turns
-        assert line["spilled_bytes"] <= allowed, line
+        assert line["spilled_bytes"] <= SPILLED_BYTES.get(name, 0), line
         if row.launch is None:
             assert line["shared_bytes"] <= min(SHARED_BYTES.values()), "it fits any GPU"
             continue
@@ -33,9 +33,11 @@ def check(asked: tuple[str, ...], cache: Path) -> None:
         assert not line["roundings"], "8 bits become 16 in one instruction"
         assert line["copies"].count("10") >= 8, "16 bytes at a time, in hexadecimal"
         num_loops = 3 if name.endswith("+") else 2
-        per_turn = 4 if name.startswith("prefill-4") else 2  # keys and values, in nvfp4 their scales, too
-        ahead = [count // per_turn for count in line["under_way"] if count]
-        assert ahead == [row.launch.num_stages - 2] * num_loops, "keys and values are under way while others are used"
+        under_way = [count for count in line["under_way"] if count]
+        assert len(under_way) == num_loops
+        least = 2 * (row.launch.num_stages - 2)  # keys and values are under way while others are used
+        most = 2 * least if name.startswith("prefill-4") else least  # in nvfp4 their scales may be, too
+        assert all(least <= count <= most for count in under_way), line
         bound = row.launch.shared_bytes(row.head_dims[-1], 4, element_bytes(row.dtypes[-1][1]))
         assert line["shared_bytes"] <= bound <= SHARED_BYTES[9, 0]
 

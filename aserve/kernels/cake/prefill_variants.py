@@ -23,8 +23,8 @@ PREFILL_VARIANTS = (  # launches that compile for Hopper without spilling; which
     PrefillVariant("prefill-8-d64", ON_8_BIT, range(1, 65), ANY_GROUP, PrefillLaunch(128, 64, 4, 3)),
     PrefillVariant("prefill-8-d128", ON_8_BIT, range(65, 129), ANY_GROUP, PrefillLaunch(128, 128, 8, 3)),
     PrefillVariant("prefill-8-d256", ON_8_BIT, range(129, 257), ANY_GROUP, PrefillLaunch(128, 32, 8, 3)),
-    PrefillVariant("prefill-4-d64", ON_4_BIT, range(1, 65), ANY_GROUP, PrefillLaunch(128, 64, 4, 3)),
+    PrefillVariant("prefill-4-d64", ON_4_BIT, range(1, 65), ANY_GROUP, PrefillLaunch(64, 64, 4, 3)),
     PrefillVariant("prefill-4-d128", ON_4_BIT, range(65, 129), ANY_GROUP, PrefillLaunch(128, 128, 8, 3)),
-    PrefillVariant("prefill-4-d256", ON_4_BIT, range(129, 257), ANY_GROUP, PrefillLaunch(64, 64, 8, 3)),
+    PrefillVariant("prefill-4-d256", ON_4_BIT, range(129, 257), ANY_GROUP, PrefillLaunch(64, 32, 8, 3)),
     PrefillVariant("prefill-plain", ALL_DTYPES, range(1, 513), ANY_GROUP, None),
 )
