@@ -16,7 +16,12 @@ TOLERANCE = 2e-2  # of bfloat16 outputs; log-sum-exps come nearer
 
 
 def build(
-    setting: str, case: PagedCase, *specs: AttentionSpec, max_num_seqs: int = 64, max_num_tokens: int = 4096
+    setting: str,
+    case: PagedCase,
+    *specs: AttentionSpec,
+    max_num_seqs: int = 64,
+    max_num_tokens: int = 4096,
+    max_drafts: int = 0,
 ) -> AttentionBackend:
     problem = AttentionProblem(
         "cuda",
@@ -25,8 +30,10 @@ def build(
         case.batch.page_size,
         tuple(spec.kind for spec in specs),
         torch.cuda.get_device_capability(),
-        max_num_seqs,
-        max_num_tokens,
+        gpu_name=torch.cuda.get_device_name(),
+        max_drafts=max_drafts,
+        max_num_seqs=max_num_seqs,
+        max_num_tokens=max_num_tokens,
     )
     return resolve_backend(setting, problem, CUDA)
 

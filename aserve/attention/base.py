@@ -167,6 +167,7 @@ class AttentionProblem:
     capability: tuple[int, int] = (0, 0)  # of a CUDA device: (9, 0) is Hopper
     gpu_name: str = ""  # of a CUDA device: "NVIDIA H200"
     cake_variants: tuple[str, ...] = ()  # of the backend cake, that must be used for their phases
+    max_drafts: int = 0  # tokens guessed ahead of a sequence, at most; it and they are a chunk where they are verified
     max_num_seqs: int = 320  # of one step
     max_num_tokens: int = 8192  # of one step
     max_model_len: int = 8192  # of a sequence, in tokens

@@ -71,7 +71,7 @@ class CakeBackend(AttentionBackend):
 
     @property
     def workspace_bytes(self) -> int:
-        shared = self._decodes.num_bytes if self._decodes is not None else 0
+        shared = sum(part.num_bytes for part in (self._decodes, self._chunks) if part is not None)
         return shared + 4 * len(self._rows) + self._num_captured_bytes
 
     def plan(self, batch: AttentionBatch) -> CakePlan:
@@ -171,4 +171,4 @@ def _make_decodes(problem: AttentionProblem, device: torch.device) -> Decodes:
         return BlackwellDecodes(problem, device)
     if problem.capability in CAPABILITIES:
         logger.info("cake: own kernels for decodes instead of FlashInfer's (%s)", reason)
-    return CakeDecodes(problem, device)
+    return CakeDecodes.for_decodes(problem, device)

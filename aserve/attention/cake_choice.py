@@ -1,9 +1,9 @@
 """Which variants of the cake family serve a model's layers on a GPU, and why the faster ones do not."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aserve.attention.base import AttentionKind, AttentionProblem
-from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
+from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, MAX_QUERIES, SEVERAL_VARIANTS, DecodeVariant
 from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS, PrefillVariant
 from aserve.kernels.cake.select_variant import Choice, V, VariantProblem, select_variant
 from aserve.kernels.cake.tuned_launches import tune_rows
@@ -42,6 +42,19 @@ def refuse_prefill(problem: AttentionProblem) -> str | None:
     """Say why no variant, or none of those that are pinned, serves the chunks of ``problem``."""
     choices = (choose_prefill(problem, kind) for kind in problem.kinds)
     return next((reason for choice in choices if (reason := _refuse(problem, choice))), None)
+
+
+def choose_several(problem: AttentionProblem, kind: AttentionKind) -> Choice[DecodeVariant]:
+    """Return the choice for chunks that verify drafts; those that none serves are computed as all chunks."""
+    rows = tune_rows(SEVERAL_VARIANTS, problem.gpu_name, problem.capability)
+    pinned = tuple(row for row in rows if row.name in problem.cake_variants)
+    asked = replace(_variant_problem(problem, kind, problem.max_num_seqs), num_queries=num_draft_queries(problem))
+    return select_variant(asked, pinned or rows)
+
+
+def num_draft_queries(problem: AttentionProblem) -> int:
+    """Return the most queries of a chunk that the kernel for drafts takes: a token and what is guessed after it."""
+    return min(problem.max_drafts + 1, MAX_QUERIES)
 
 
 def choose_decodes(problem: AttentionProblem, kind: AttentionKind) -> list[StepChoice]:

@@ -7,6 +7,7 @@ import torch
 
 from aserve.attention.base import AttentionKind, AttentionProblem
 from aserve.attention.cake_choice import choose_prefill, describe_choice
+from aserve.attention.cake_decodes import CakeDecodes, DecodePlan
 from aserve.kernels.cake.attention_call import AttentionCall, PagedBatch
 from aserve.kernels.cake.paged_prefill import run_prefill
 from aserve.kernels.cake.prefill_launch import PLAIN_LAUNCH, PrefillLaunch
@@ -17,16 +18,27 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class TileSize:
+    """How layers cut chunks."""
+
+    group: int
+    tile_rows: int
+    min_query_len: int  # of a chunk that is cut at all
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """A step's chunks, and their tiles for each group of heads and each number of rows that layers cut them by."""
+    """A step's chunks, and their tiles in each way that layers cut them."""
 
     batch: PagedBatch
-    tiles: dict[tuple[int, int], PrefillTiles]
+    tiles: dict[TileSize, PrefillTiles]
+    drafts: DecodePlan | None  # that serves the short ones of some kinds of layers
 
     @property
     def num_bytes(self) -> int:
         """Memory taken."""
-        return sum(tiles.num_bytes for tiles in self.tiles.values())
+        schedules = 0 if self.drafts is None else self.drafts.num_bytes
+        return schedules + sum(tiles.num_bytes for tiles in self.tiles.values())
 
 
 class CakeChunks:
@@ -35,36 +47,46 @@ class CakeChunks:
     def __init__(self, problem: AttentionProblem, device: torch.device) -> None:
         self._device = device
         self._variants = {kind: _choose_variant(problem, kind) for kind in problem.kinds}
+        self._drafts = CakeDecodes.for_drafts(problem, device) if problem.max_drafts else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory taken by what all plans share."""
+        return 0 if self._drafts is None else self._drafts.num_bytes
 
     def plan(self, batch: PagedBatch, num_tokens: int) -> ChunkPlan:
         """Make room for the tiles of chunks that have ``num_tokens`` at most."""
-        sizes = {_tile_size(kind, _launch(variant)) for kind, variant in self._variants.items()}
-        num_chunks = len(batch.rows)
-        tiles = {size: PrefillTiles.allocate(num_tokens, num_chunks, *size, self._device) for size in sizes}
-        return ChunkPlan(batch, tiles)
+        tiles = {
+            size: PrefillTiles.allocate(num_tokens, len(batch.rows), size.group, size.tile_rows, self._device)
+            for size in {self._tile_size(kind) for kind in self._variants}
+        }
+        return ChunkPlan(batch, tiles, None if self._drafts is None else self._drafts.plan(batch))
 
     def cut(self, plan: ChunkPlan) -> None:
         """Enqueue what tells each program its tile."""
         assert plan.batch.cu_query_lens is not None, "chunks have them"
-        for (group, _), tiles in plan.tiles.items():
-            fill_tiles(tiles, plan.batch.cu_query_lens, group=group)
+        for size, tiles in plan.tiles.items():
+            fill_tiles(tiles, plan.batch.cu_query_lens, group=size.group, min_query_len=size.min_query_len)
+        if plan.drafts is not None and self._drafts is not None:
+            self._drafts.share_out(plan.drafts)
 
     def attend(self, call: AttentionCall, plan: ChunkPlan, kind: AttentionKind) -> None:
-        """Enqueue one layer's kernel."""
-        launch = _launch(self._variants[kind])
-        run_prefill(call, launch, plan.tiles[_tile_size(kind, launch)])
+        """Enqueue one layer's kernels: each takes the chunks of its lengths, as it finds them on the device."""
+        run_prefill(call, _launch(self._variants[kind]), plan.tiles[self._tile_size(kind)])
+        if plan.drafts is not None and self._drafts is not None and kind in plan.drafts.variants:
+            self._drafts.attend(call, plan.drafts, kind)
 
     def kernel_name(self, kind: AttentionKind) -> str:
         """Return the name of the row that serves layers of ``kind``."""
         return self._variants[kind].name
 
+    def _tile_size(self, kind: AttentionKind) -> TileSize:
+        min_query_len = 1 if self._drafts is None else self._drafts.max_query_len(kind) + 1
+        return TileSize(kind.num_heads // kind.num_kv_heads, _launch(self._variants[kind]).tile_rows, min_query_len)
+
 
 def _launch(variant: PrefillVariant) -> PrefillLaunch:
     return variant.launch or PLAIN_LAUNCH
-
-
-def _tile_size(kind: AttentionKind, launch: PrefillLaunch) -> tuple[int, int]:
-    return kind.num_heads // kind.num_kv_heads, launch.tile_rows
 
 
 def _choose_variant(problem: AttentionProblem, kind: AttentionKind) -> PrefillVariant:

@@ -1,4 +1,4 @@
-"""The decodes of a step on the cake family: which launch splits their keys, and how the work is shared out."""
+"""Decodes and short chunks on the cake family: which launch splits their keys, and how the work is shared out."""
 
 import logging
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from aserve.attention.base import AttentionKind, AttentionProblem
-from aserve.attention.cake_choice import choose_decodes
+from aserve.attention.cake_choice import choose_decodes, choose_several, describe_choice, num_draft_queries
 from aserve.kernels.cake.attention_call import AttentionCall, PagedBatch
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.decode_variants import DecodeVariant
@@ -20,9 +20,12 @@ logger = logging.getLogger(__name__)
 NUM_CPU_PROGRAMS = 6  # under Triton's interpreter, where they run one after another
 
 
+Variants = dict[AttentionKind, list[tuple[int, DecodeVariant]]]  # after the most sequences that each is for
+
+
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """A step's decodes, what serves each kind of layers, and how keys are shared out."""
+    """A step's sequences, what serves each kind of layers, and how keys are shared out."""
 
     batch: PagedBatch
     variants: dict[AttentionKind, DecodeVariant]
@@ -55,12 +58,33 @@ class Decodes(Protocol):
 
 
 class CakeDecodes:
-    """Plans and runs decodes for all kinds of a problem's layers."""
+    """Plans and runs decodes, or chunks of up to ``max_queries`` queries, for the kinds that ``variants`` has."""
 
-    def __init__(self, problem: AttentionProblem, device: torch.device) -> None:
+    def __init__(self, variants: Variants, device: torch.device, max_queries: int = 1) -> None:
+        self._variants = variants
         self._device = device
-        self._variants = {kind: _choose_variants(problem, kind) for kind in problem.kinds}
+        self._max_queries = max_queries
         self._partials = self._allocate_partials()
+
+    @classmethod
+    def for_decodes(cls, problem: AttentionProblem, device: torch.device) -> "CakeDecodes":
+        """Choose for all kinds of ``problem``."""
+        return cls({kind: _choose_variants(problem, kind) for kind in problem.kinds}, device)
+
+    @classmethod
+    def for_drafts(cls, problem: AttentionProblem, device: torch.device) -> "CakeDecodes":
+        """Choose for the kinds that have a variant for the few queries of a sequence whose drafts are verified."""
+        variants: Variants = {}
+        for kind in problem.kinds:
+            choice = choose_several(problem, kind)
+            logger.info("cake: %s", describe_choice(choice, f"drafts, head_dim {kind.head_dim}"))
+            if choice.variant is not None:
+                variants[kind] = [(problem.max_num_seqs, choice.variant)]
+        return cls(variants, device, num_draft_queries(problem))
+
+    def max_query_len(self, kind: AttentionKind) -> int:
+        """Return the queries of a sequence that are served, 0 if none are."""
+        return self._max_queries if kind in self._variants else 0
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +99,9 @@ class CakeDecodes:
             for kind, steps in self._variants.items()
         }
         schedules = {
-            kind: DecodeSchedule.allocate(num_seqs, self._count_programs(variant.launch), self._device)
+            kind: DecodeSchedule.allocate(
+                num_seqs, self._count_programs(variant.launch), self._device, self._max_queries
+            )
             for kind, variant in variants.items()
             if variant.launch is not None
         }
@@ -93,6 +119,7 @@ class CakeDecodes:
                     num_kv_heads=kind.num_kv_heads,
                     block_len=launch.block_len,
                     min_units=launch.min_units,
+                    cu_query_lens=plan.batch.cu_query_lens,
                 )
 
     def attend(self, call: AttentionCall, plan: DecodePlan, kind: AttentionKind) -> None:
@@ -112,7 +139,7 @@ class CakeDecodes:
         num_rows, num_elements = 0, 0
         for kind, steps in self._variants.items():
             for launch in (variant.launch for _, variant in steps if variant.launch is not None):
-                rows = self._count_programs(launch) * (kind.num_heads // kind.num_kv_heads)
+                rows = self._count_programs(launch) * self._max_queries * (kind.num_heads // kind.num_kv_heads)
                 num_rows, num_elements = max(num_rows, rows), max(num_elements, rows * kind.head_dim)
         return PartialResults.allocate(num_rows, 1, -(-num_elements // max(num_rows, 1)), self._device)
 

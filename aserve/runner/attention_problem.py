@@ -52,6 +52,7 @@ def describe_problem(
         capability=gpu.capability,
         gpu_name=gpu.name,
         cake_variants=config.cake_variants,
+        max_drafts=0 if config.speculation == "none" else config.num_speculative_tokens,
         max_num_seqs=max_num_seqs,
         max_num_tokens=config.max_num_batched_tokens or most_tokens,
         max_model_len=wanted_model_len(config, model.config.max_context_len),

@@ -39,9 +39,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_backend(
-    *specs: AttentionSpec, kv_dtype: torch.dtype = BF16, phases: tuple[Phase, ...] = PHASES
+    *specs: AttentionSpec,
+    kv_dtype: torch.dtype = BF16,
+    phases: tuple[Phase, ...] = PHASES,
+    max_drafts: int = 0,
 ) -> CakeBackend:
-    problem = AttentionProblem("cuda", BF16, kv_dtype, 16, tuple(spec.kind for spec in specs), (9, 0), max_num_seqs=8)
+    kinds = tuple(spec.kind for spec in specs)
+    problem = AttentionProblem("cuda", BF16, kv_dtype, 16, kinds, (9, 0), max_drafts=max_drafts, max_num_seqs=8)
     return CakeBackend(problem, torch.device(DEVICE), phases)
 
 
@@ -159,7 +163,7 @@ def test_layers_of_two_kinds_share_a_step() -> None:
     assert torch.equal(*(case.batch.page_table for case in cases))
     plan = backend.plan(cases[0].batch)
     assert plan.chunks is not None
-    assert {group for group, _ in plan.chunks.tiles} == {2, 4}
+    assert {size.group for size in plan.chunks.tiles} == {2, 4}
     for spec, case in zip(specs, cases, strict=True):
         check(*backend.forward(case.q, case.layer_kv, plan, spec, return_lse=True), case, spec)
 
@@ -221,6 +225,47 @@ def test_captured_mixed_steps_keep_their_addresses_and_count_their_memory() -> N
         check(output, lse, case, spec)
         assert output[max(len(case.q), 4) :].isnan().all(), "tokens of no sequence are left alone"
         assert [tensor.data_ptr() for tensor in tensors] == addresses
+
+
+DRAFT_STEPS: list[tuple[list[int], list[tuple[int, int]]]] = [
+    ([9], [(4, 150), (20, 33), (3, 60)]),
+    ([40, 7], [(5, 40), (1, 17)]),
+    ([3], []),
+]
+
+
+def test_chunks_that_verify_drafts_are_computed_with_their_keys_split() -> None:
+    """Each chunk by one kernel: those of up to four queries by the one for drafts, whatever stands beside them."""
+    spec = make_spec(4, 2, 64, sliding_window=50)
+    backend = make_backend(spec, max_drafts=3)
+    captured = CapturedCase.make(CaptureShape(40, 4, 3), 20, 16, DEVICE)
+    before = backend.workspace_bytes
+    plan = backend.prepare_capture(captured.shape, captured.tables)
+    assert plan.decodes is not None
+    assert plan.chunks is not None
+    assert plan.chunks.drafts is not None
+    assert [schedule.max_queries for schedule in plan.chunks.drafts.schedules.values()] == [4]
+    assert backend.workspace_bytes - before == plan.decodes.num_bytes + plan.chunks.num_bytes
+    for seed, (decode_lens, chunk_lens) in enumerate(DRAFT_STEPS):
+        case = mixed(spec, decode_lens, chunk_lens, seed=seed)
+        backend.prepare_replay(plan, captured.fill(case, dummy_page=int(case.batch.page_table[0, 0])))
+        backend.convert(plan)
+        q = torch.cat((case.q, case.q.new_zeros(40 - len(case.q), 4, 64)))
+        check(*backend.forward(q, case.layer_kv, plan, spec, return_lse=True), case, spec)
+        (tiles,) = plan.chunks.tiles.values()
+        tiled = {chunk_lens[chunk][0] for chunk in tiles.chunks.tolist() if chunk >= 0}
+        assert tiled == {queries for queries, _ in chunk_lens if queries > 4}
+
+
+def test_drafts_of_layers_that_no_variant_serves_are_computed_as_all_chunks() -> None:
+    spec = make_spec(4, 2, 80)
+    backend = make_backend(spec, max_drafts=3)
+    case = mixed(spec, [9], [(4, 50), (20, 33)])
+    plan = backend.plan(case.batch)
+    assert plan.chunks is not None
+    assert plan.chunks.drafts is not None
+    assert not plan.chunks.drafts.variants
+    check(*backend.forward(case.q, case.layer_kv, plan, spec, return_lse=True), case, spec)
 
 
 def test_dirty_workspaces_do_not_show() -> None:

@@ -274,6 +274,25 @@ def test_dtypes_and_large_heads_of_cake(dtype: torch.dtype, head_dim: int) -> No
     run_eagerly("cake", make_case(spec, [1, 1, 40, 200], [9, 400, 40, 500], 2, dtype=dtype, device="cuda"), spec)
 
 
+@pytest.mark.parametrize("option", [{}, {"sliding_window": 100}], ids=["all keys", "window"])
+@pytest.mark.parametrize("options", [{}, FP8], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_captured_drafts_of_cake(head_dim: int, options: dict[str, Any], option: dict[str, Any]) -> None:
+    """Chunks of up to eight queries have their keys split, beside decodes, longer chunks and none of all these."""
+    spec = make_spec(32, 8, head_dim, **option)
+    sizes: list[Any] = [
+        ([1, 1, 8, 5, 300], [9, 4000, 5000, 33, 700], 2),
+        ([6] * 20, [300 * i + 6 for i in range(20)], 0),
+        ([1] * 5, [100] * 5, 5),
+        ([9, 2], [900, 2], 0),
+    ]
+    cases = [make_case(spec, *size, dtype=BF16, device="cuda", seed=seed, **options) for seed, size in enumerate(sizes)]
+    backend = build("cake", cases[0], spec, max_drafts=7)
+    run = CapturedRun(backend, CaptureShape(512, 64, 32), cases, spec, return_lse=True)
+    for case in [*cases, *reversed(cases)]:
+        run.replay(case)
+
+
 def test_a_long_prompt_of_cake() -> None:
     """Whole, and its last part behind what is cached."""
     spec = make_spec(32, 8, 128)

@@ -1,4 +1,4 @@
-"""Compiles the cake family's prefill kernel for a Hopper GPU on a machine without one; prints a JSON line a launch.
+"""Compiles the cake family's kernels for chunks for a Hopper GPU on a machine without one; prints a JSON line a launch.
 
 Arguments are names of rows; one that ends with "+" is compiled with a window, sinks, a soft-cap and the log-sum-exp.
 Run as a script: Triton must not be interpreting. Launches become compilations, through Triton's own driver interface.
@@ -15,10 +15,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from aserve.kernels.cake.attention_call import AttentionCall, PagedBatch, ScoreRules
+from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
+from aserve.kernels.cake.decode_variants import SEVERAL_VARIANTS, DecodeVariant
 from aserve.kernels.cake.paged_prefill import run_prefill
 from aserve.kernels.cake.prefill_launch import PLAIN_LAUNCH
 from aserve.kernels.cake.prefill_tiles import PrefillTiles, fill_tiles
 from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS, PrefillVariant
+from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
+from aserve.kernels.cake.variant import Variant
 
 CPU = torch.device("cpu")
 GROUP, NUM_KV_HEADS = 4, 2
@@ -44,16 +48,18 @@ def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: An
     print(json.dumps(line), flush=True)
 
 
-def compile_row(row: PrefillVariant, num_tokens: int, num_chunks: int, *, first: int, is_full: bool) -> None:
-    """As a step of so many tokens and chunks would; ``first`` moves the tables by some elements."""
+def make_call(
+    row: Variant, num_tokens: int, num_chunks: int, *, group: int, first: int, is_full: bool
+) -> AttentionCall:
+    """As in a step of so many tokens and chunks; ``first`` moves the tables by some elements."""
     dtype, kv_dtype = row.dtypes[-1]
     head_dim = row.head_dims[-1]
-    q = torch.empty(num_tokens, NUM_KV_HEADS * GROUP, head_dim, dtype=dtype)
+    q = torch.empty(num_tokens, NUM_KV_HEADS * group, head_dim, dtype=dtype)
     table = torch.zeros(num_chunks + 1, 7 + num_chunks, dtype=torch.int32)
     starts = torch.zeros(first + num_chunks + 1, dtype=torch.int32)[first:]
     lens = torch.ones(first + num_chunks, dtype=torch.int32)[first:]
-    sinks = torch.zeros(NUM_KV_HEADS * GROUP) if is_full else None
-    call = AttentionCall(
+    sinks = torch.zeros(NUM_KV_HEADS * group) if is_full else None
+    return AttentionCall(
         q,
         torch.empty_like(q),
         torch.empty(q.shape[:2]) if is_full else None,
@@ -61,17 +67,48 @@ def compile_row(row: PrefillVariant, num_tokens: int, num_chunks: int, *, first:
         PagedBatch(table, lens, lens, 16, starts),
         ScoreRules(0.1, 300, 30.0, sinks) if is_full else ScoreRules(0.1),
     )
+
+
+def compile_prefill(row: PrefillVariant, num_tokens: int, num_chunks: int, *, first: int, is_full: bool) -> None:
+    """What such a step launches for its chunks."""
+    call = make_call(row, num_tokens, num_chunks, group=GROUP, first=first, is_full=is_full)
+    starts = call.batch.cu_query_lens
+    assert starts is not None
     launch = row.launch or PLAIN_LAUNCH
     tiles = PrefillTiles.allocate(num_tokens, num_chunks, GROUP, launch.tile_rows, CPU)
     fill_tiles(tiles, starts, group=GROUP)
     run_prefill(call, launch, tiles)
 
 
+def compile_several(row: DecodeVariant, num_tokens: int, num_chunks: int, *, first: int, is_full: bool) -> None:
+    """The same with as many queries as the row's tile has room for."""
+    launch, num_queries = row.launch, row.max_group // GROUP
+    assert launch is not None
+    call = make_call(row, num_tokens, num_chunks, group=GROUP, first=first, is_full=is_full)
+    head_dim, num_rows = call.q.shape[2], GROUP * num_queries
+    schedule = DecodeSchedule.allocate(num_chunks, 264, CPU, num_queries)
+    fill_schedule(
+        schedule,
+        call.batch.key_lens,
+        window=call.rules.window,
+        num_kv_heads=NUM_KV_HEADS,
+        block_len=launch.block_len,
+        min_units=launch.min_units,
+        cu_query_lens=call.batch.cu_query_lens,
+    )
+    run_split_decode(call, launch, schedule, PartialResults.allocate(264, num_rows, head_dim, CPU))
+
+
 compile_only, kernels, place = JITFunction.run, list[Any](), dict[str, Any]()
 JITFunction.run = report
 driver.set_active(HopperDriver())
-rows = {row.name: row for row in PREFILL_VARIANTS}
+prefill_rows = {row.name: row for row in PREFILL_VARIANTS}
+several_rows = {row.name: row for row in SEVERAL_VARIANTS}
 for asked in sys.argv[1:]:
     place["asked"] = asked
     for num_tokens, num_chunks, first in ((256, 16, 0), (1, 1, 1), (77, 5, 3)):
-        compile_row(rows[asked.rstrip("+")], num_tokens, num_chunks, first=first, is_full=asked.endswith("+"))
+        name, is_full = asked.rstrip("+"), asked.endswith("+")
+        if name in several_rows:
+            compile_several(several_rows[name], num_tokens, num_chunks, first=first, is_full=is_full)
+        else:
+            compile_prefill(prefill_rows[name], num_tokens, num_chunks, first=first, is_full=is_full)

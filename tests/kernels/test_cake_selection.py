@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
+from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, SEVERAL_VARIANTS, DecodeVariant
+from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS
 from aserve.kernels.cake.select_variant import UNBOUNDED, VariantProblem, refuse_variant, select_variant
 from aserve.kernels.nvfp4 import NVFP4
 
@@ -93,6 +94,47 @@ def test_reasons_of_exact_rows() -> None:
     few = dataclasses.replace(USUAL, head_dim=256, max_seqs=5)
     refusals = select_variant(few, DECODE_VARIANTS).refusals
     assert refusals["decode-16-d256-few"] == "it serves steps of 4 sequences at most, not 5"
+
+
+def test_heads_count_for_each_query_of_a_sequence() -> None:
+    drafts = dataclasses.replace(USUAL, group=8, num_queries=8)
+    choice = select_variant(drafts, SEVERAL_VARIANTS)
+    assert choice.variant is not None
+    assert choice.variant.name == "several-16-d128"
+    wide = select_variant(dataclasses.replace(drafts, group=16), SEVERAL_VARIANTS)
+    assert wide.variant is None
+    assert wide.refusals["several-16-d128"] == "it serves up to 64 heads per KV head, not 16 for each of 8 queries"
+    assert select_variant(dataclasses.replace(drafts, group=16, num_queries=4), SEVERAL_VARIANTS).variant is not None
+
+
+PREFILL_CHOICES: list[tuple[dict[str, Any], str | None]] = [
+    ({}, "prefill-16-d128"),
+    ({"return_lse": True, "group": 65}, "prefill-16-d128"),
+    ({"head_dim": 64}, "prefill-16-d64"),
+    ({"head_dim": 65}, "prefill-16-d128"),
+    ({"head_dim": 129}, "prefill-16-d256"),
+    ({"head_dim": 257}, "prefill-plain"),
+    ({"head_dim": 513}, None),
+    ({"dtype": FP32, "kv_dtype": FP32}, "prefill-plain"),
+    ({"kv_dtype": FP8, "head_dim": 256}, "prefill-8-d256"),
+    ({"kv_dtype": FP8, "capability": (8, 0)}, None),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), PREFILL_CHOICES)
+def test_choices_for_prompts(change: dict[str, Any], expected: str | None) -> None:
+    choice = select_variant(dataclasses.replace(USUAL, **change), PREFILL_VARIANTS)
+    assert (choice.variant and choice.variant.name) == expected
+
+
+def test_the_last_row_for_prompts_serves_whatever_any_row_serves() -> None:
+    plain, others = PREFILL_VARIANTS[-1], PREFILL_VARIANTS[:-1]
+    assert plain.writes_lse
+    for row in others:
+        head_dims = (row.head_dims[0], 32, row.head_dims[-1])
+        for (dtype, kv_dtype), head_dim, group in itertools.product(row.dtypes, head_dims, (1, row.max_group)):
+            problem = VariantProblem(dtype, kv_dtype, head_dim, group, (9, 0), True)
+            assert refuse_variant(row, problem) is not None or refuse_variant(plain, problem) is None
 
 
 def test_reasons_of_the_compatibility_kernel() -> None:

@@ -6,7 +6,7 @@ from itertools import product
 from aserve.kernels.cake.architectures import SHARED_BYTES
 from aserve.kernels.cake.decode_case import GROUP, StepSize
 from aserve.kernels.cake.decode_variants import DecodeVariant
-from aserve.kernels.cake.split_launch import SplitLaunch, group_tile
+from aserve.kernels.cake.split_launch import SplitLaunch, tile_rows
 from aserve.kernels.nvfp4 import element_bytes
 
 RESERVED_BYTES = 1 << 10  # of shared memory, for each program on a multiprocessor
@@ -47,7 +47,7 @@ def candidates(row: DecodeVariant, capability: tuple[int, int]) -> list[SplitLau
 
 def _fits(launch: SplitLaunch, head_dim: int, kv_bytes: float, shared_bytes: int) -> bool:
     """Whether all programs of a multiprocessor find their memory and registers, and none has hardly any copies."""
-    tile, num_threads = group_tile(GROUP), 32 * launch.num_warps
+    tile, num_threads = tile_rows(GROUP), 32 * launch.num_warps
     taken = launch.programs_per_sm * (launch.shared_bytes(head_dim, GROUP, kv_bytes) + RESERVED_BYTES)
     sums = tile * (head_dim + launch.block_len) // num_threads
     registers = launch.programs_per_sm * num_threads * (sums + OTHER_REGISTERS)

@@ -1,6 +1,6 @@
 """Which keys of which sequence each program of the decode kernel reads: equal shares, whatever the lengths.
 
-The keys that a sequence's query sees are cut into blocks. A unit of work is one block of one KV head; units stand in
+The keys that a sequence's queries see are cut into blocks. A unit of work is one block of one KV head; units stand in
 the order (sequence, KV head, block). Each program takes a run of them, as long as anyone else's or one longer, so the
 grid is bounded and nothing is planned on the host. A pair (sequence, KV head) may be cut by the border of programs.
 """
@@ -25,12 +25,13 @@ class DecodeSchedule:
 
     starts: Tensor  # [N + 1] blocks of all sequences before, for one KV head
     first_seqs: Tensor  # [P] the sequence in which each program begins
+    max_queries: int = 1  # of a sequence
 
     @classmethod
-    def allocate(cls, num_seqs: int, num_programs: int, device: torch.device) -> "DecodeSchedule":
+    def allocate(cls, num_seqs: int, num_programs: int, device: torch.device, max_queries: int = 1) -> "DecodeSchedule":
         """Return room for the shares; ``fill_schedule`` writes them."""
         starts = torch.empty(num_seqs + 1, dtype=torch.int32, device=device)
-        return cls(starts, torch.empty(num_programs, dtype=torch.int32, device=device))
+        return cls(starts, torch.empty(num_programs, dtype=torch.int32, device=device), max_queries)
 
     @property
     def num_bytes(self) -> int:
@@ -46,15 +47,20 @@ def fill_schedule(
     num_kv_heads: int,
     block_len: int,
     min_units: int = MIN_UNITS,
+    cu_query_lens: Tensor | None = None,
 ) -> None:
     """Enqueue the sharing of work among programs: key_lens [N] int32, each at least 1, read on the device.
 
     ``window`` keys are seen by a query, itself included, all if it is None; blocks hold ``block_len`` keys, of which a
-    program of its own gets ``min_units`` or more.
+    program of its own gets ``min_units`` or more. With ``cu_query_lens`` [N + 1] sequences may have several queries;
+    those with more than the schedule is for, or none, have no share.
     """
     num_programs = len(schedule.first_seqs)
+    if (cu_query_lens is None) != (schedule.max_queries == 1):
+        raise ValueError(f"cu_query_lens: must be given where a sequence has up to {schedule.max_queries} queries")
     _fill_schedule[(triton.cdiv(num_programs, PROGRAM_BLOCK),)](
         key_lens,
+        key_lens if cu_query_lens is None else cu_query_lens,
         schedule.starts,
         schedule.first_seqs,
         len(schedule.starts) - 1,
@@ -62,6 +68,7 @@ def fill_schedule(
         UNBOUNDED if window is None else window,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_LEN=block_len,
+        QUERIES=schedule.max_queries,
         MIN_UNITS=min_units,
         SEQ_BLOCK=SEQ_BLOCK,
         PROGRAM_BLOCK=PROGRAM_BLOCK,
@@ -88,15 +95,27 @@ def find_owner(unit, total, num_programs, MIN_UNITS: tl.constexpr):
 
 
 @triton.jit
-def _count_blocks(key_lens, seqs, num_seqs, window, BLOCK_LEN: tl.constexpr):
-    lens = tl.minimum(tl.load(key_lens + seqs, mask=seqs < num_seqs, other=0), window)
+def _count_blocks(key_lens, cu_query_lens, seqs, num_seqs, window, BLOCK_LEN: tl.constexpr, QUERIES: tl.constexpr):
+    is_seq = seqs < num_seqs
+    lens = tl.load(key_lens + seqs, mask=is_seq, other=0)
+    if QUERIES > 1:
+        first = tl.load(cu_query_lens + seqs, mask=is_seq, other=0)
+        num_queries = tl.load(cu_query_lens + seqs + 1, mask=is_seq, other=0) - first
+        is_seq &= (num_queries > 0) & (num_queries <= QUERIES)
+        num_more = num_queries - 1  # keys that other queries than the first see
+        lens = tl.minimum(lens - num_more, window) + num_more
+    else:
+        lens = tl.minimum(lens, window)
     # No sequence is without a block, so that no length can make the readers divide by zero.
-    return tl.where(seqs < num_seqs, tl.maximum((lens + (BLOCK_LEN - 1)) // BLOCK_LEN, 1), 0)
+    return tl.where(is_seq, tl.maximum((lens + (BLOCK_LEN - 1)) // BLOCK_LEN, 1), 0)
 
 
-@triton.jit(do_not_specialize=["key_lens", "starts", "first_seqs", "num_seqs", "num_programs", "window"])
+@triton.jit(
+    do_not_specialize=["key_lens", "cu_query_lens", "starts", "first_seqs", "num_seqs", "num_programs", "window"]
+)
 def _fill_schedule(
     key_lens,
+    cu_query_lens,
     starts,
     first_seqs,
     num_seqs,
@@ -104,6 +123,7 @@ def _fill_schedule(
     window,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
+    QUERIES: tl.constexpr,
     MIN_UNITS: tl.constexpr,
     SEQ_BLOCK: tl.constexpr,
     PROGRAM_BLOCK: tl.constexpr,
@@ -111,7 +131,8 @@ def _fill_schedule(
     part = tl.program_id(0)
     total, base = 0, 0
     while base < num_seqs:
-        total += tl.sum(_count_blocks(key_lens, base + tl.arange(0, SEQ_BLOCK), num_seqs, window, BLOCK_LEN))
+        seqs = base + tl.arange(0, SEQ_BLOCK)
+        total += tl.sum(_count_blocks(key_lens, cu_query_lens, seqs, num_seqs, window, BLOCK_LEN, QUERIES))
         base += SEQ_BLOCK
     programs = part * PROGRAM_BLOCK + tl.arange(0, PROGRAM_BLOCK)
     units = find_first_unit(programs, total * NUM_KV_HEADS, num_programs, MIN_UNITS)
@@ -119,7 +140,7 @@ def _fill_schedule(
     before, base = 0, 0
     while base < num_seqs:
         seqs = base + tl.arange(0, SEQ_BLOCK)
-        counts = _count_blocks(key_lens, seqs, num_seqs, window, BLOCK_LEN)
+        counts = _count_blocks(key_lens, cu_query_lens, seqs, num_seqs, window, BLOCK_LEN, QUERIES)
         ends = before + tl.cumsum(counts, 0)
         if part == 0:
             tl.store(starts + seqs + 1, ends, mask=seqs < num_seqs)

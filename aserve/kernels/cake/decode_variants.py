@@ -39,3 +39,19 @@ DECODE_VARIANTS = (
     DecodeVariant("decode-4-d256", ON_4_BIT, (256,), 32, SplitLaunch(64, 4, 5, 2)),
     DecodeVariant("decode-plain", ALL_DTYPES, range(1, 513), 1024, None),
 )
+
+MAX_QUERIES = 8  # of a sequence
+
+# For the last few queries of each sequence, as when drafts are verified. What they do not serve, prefill does. Launches
+# that compile for Hopper without spilling; which are the fastest has not been measured.
+SEVERAL_VARIANTS = (
+    DecodeVariant("several-16-d64", SAME_16_BIT, (64,), 64, SplitLaunch(128, 4, 4, 2)),
+    DecodeVariant("several-16-d128", SAME_16_BIT, (128,), 64, SplitLaunch(64, 4, 4, 2)),
+    DecodeVariant("several-16-d256", SAME_16_BIT, (256,), 64, SplitLaunch(32, 4, 4, 1)),
+    DecodeVariant("several-8-d64", ON_8_BIT, (64,), 64, SplitLaunch(64, 4, 4, 2)),
+    DecodeVariant("several-8-d128", ON_8_BIT, (128,), 64, SplitLaunch(64, 4, 4, 2)),
+    DecodeVariant("several-8-d256", ON_8_BIT, (256,), 64, SplitLaunch(32, 4, 4, 1)),
+    DecodeVariant("several-4-d64", ON_4_BIT, (64,), 64, SplitLaunch(64, 4, 4, 2)),
+    DecodeVariant("several-4-d128", ON_4_BIT, (128,), 64, SplitLaunch(64, 4, 4, 2)),
+    DecodeVariant("several-4-d256", ON_4_BIT, (256,), 64, SplitLaunch(16, 4, 4, 1)),
+)

@@ -16,6 +16,8 @@ BLOCK_LEN = 32
 
 def run_plain_decode(call: AttentionCall) -> None:
     """Enqueue the kernel."""
+    if call.batch.cu_query_lens is not None:
+        raise ValueError("cu_query_lens: the plain kernel takes one query of each sequence")
     num_seqs, num_heads, head_dim = call.q.shape
     rules, pages, batch = call.rules, call.pages, call.batch
     _plain_decode[(num_seqs, num_heads)](

@@ -27,6 +27,7 @@ class VariantProblem:
     group: int  # query heads of a KV head
     capability: tuple[int, int]  # of the GPU
     return_lse: bool = False
+    num_queries: int = 1  # of a sequence, at most
     max_keys: int = UNBOUNDED  # that a query sees
     max_seqs: int = UNBOUNDED  # of a step
 
@@ -61,8 +62,9 @@ def refuse_variant(variant: Variant, problem: VariantProblem) -> str | None:
         return f"nvfp4 needs a head_dim that is a multiple of {HEAD_GRAIN}, not {problem.head_dim}"
     if problem.head_dim not in variant.head_dims:
         return f"it knows head_dim {_list(variant.head_dims)}, not {problem.head_dim}"
-    if problem.group > variant.max_group:
-        return f"it serves up to {variant.max_group} heads per KV head, not {problem.group}"
+    if problem.group * problem.num_queries > variant.max_group:
+        each = f" for each of {problem.num_queries} queries" if problem.num_queries > 1 else ""
+        return f"it serves up to {variant.max_group} heads per KV head, not {problem.group}{each}"
     if problem.return_lse and not variant.writes_lse:
         return "it leaves no log-sum-exp"
     if variant.max_keys is not None and problem.max_keys > variant.max_keys:
@@ -91,7 +93,8 @@ def _refuse_launch(variant: Variant, problem: VariantProblem) -> str | None:
         return None
     if reason := refuse_architecture(problem.capability):
         return reason
-    needed = variant.launch.shared_bytes(problem.head_dim, problem.group, element_bytes(problem.kv_dtype))
+    num_rows = problem.group * problem.num_queries
+    needed = variant.launch.shared_bytes(problem.head_dim, num_rows, element_bytes(problem.kv_dtype))
     given = SHARED_BYTES[problem.capability]
     if needed <= given:
         return None

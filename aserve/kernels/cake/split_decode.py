@@ -9,7 +9,7 @@ from aserve.kernels.cake.attention_call import AttentionCall
 from aserve.kernels.cake.decode_schedule import UNBOUNDED, DecodeSchedule
 from aserve.kernels.cake.factors import factor_dtype
 from aserve.kernels.cake.split_decode_kernels import merge_decode, split_decode
-from aserve.kernels.cake.split_launch import SplitLaunch, group_tile
+from aserve.kernels.cake.split_launch import SplitLaunch, tile_rows
 
 SPLIT_BLOCK = 32  # partial results that the merge reads at once
 
@@ -37,12 +37,16 @@ def run_split_decode(
     call: AttentionCall, launch: SplitLaunch, schedule: DecodeSchedule, partials: PartialResults
 ) -> None:
     """Enqueue both kernels; ``schedule`` is filled for the call's lengths, window and KV heads and for the launch."""
-    num_seqs, num_heads, head_dim = call.q.shape
-    num_programs, group = len(schedule.first_seqs), call.group
-    if len(partials.lses) < num_programs * 2 * group or len(partials.outs) < num_programs * 2 * group * head_dim:
-        raise ValueError(f"partials: too small for {num_programs} programs of {group} heads of {head_dim}")
+    _, num_heads, head_dim = call.q.shape
     call = replace(call, pages=call.pages.in_words())
     rules, pages, batch = call.rules, call.pages, call.batch
+    num_programs, group, max_queries = len(schedule.first_seqs), call.group, schedule.max_queries
+    num_seqs, num_rows = len(batch.rows), max_queries * group
+    if len(partials.lses) < num_programs * 2 * num_rows or len(partials.outs) < num_programs * 2 * num_rows * head_dim:
+        raise ValueError(f"partials: too small for {num_programs} programs of {num_rows} rows of {head_dim}")
+    if (batch.cu_query_lens is None) != (max_queries == 1):
+        raise ValueError(f"cu_query_lens: must be given where a sequence has up to {max_queries} queries")
+    starts = batch.key_lens if batch.cu_query_lens is None else batch.cu_query_lens
     lse = partials.lses if call.lse is None else call.lse
     sinks = partials.lses if rules.sinks is None else rules.sinks
     split_decode[(num_programs,)](
@@ -53,6 +57,7 @@ def run_split_decode(
         batch.page_table,
         batch.rows,
         batch.key_lens,
+        starts,
         schedule.starts,
         schedule.first_seqs,
         partials.outs,
@@ -67,18 +72,20 @@ def run_split_decode(
         pages.value_scale,
         NUM_KV_HEADS=call.num_kv_heads,
         **call.constants,
-        GROUP_TILE=group_tile(group),
+        QUERIES=max_queries,
+        TILE_ROWS=tile_rows(num_rows),
         BLOCK_LEN=launch.block_len,
         MIN_UNITS=launch.min_units,
         FACTOR=factor_dtype(call.q.dtype, pages.keys.dtype),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-    if rules.window is not None and rules.window <= launch.block_len:
+    if rules.window is not None and rules.window + max_queries - 1 <= launch.block_len:
         return  # a sequence is one block, which no border of programs cuts
-    merge_decode[(num_seqs, num_heads)](
+    merge_decode[(num_seqs, num_heads, max_queries)](
         call.out,
         lse,
+        starts,
         schedule.starts,
         partials.outs,
         partials.lses,
@@ -93,6 +100,7 @@ def run_split_decode(
         WRITES_LSE=call.lse is not None,
         HAS_HEAD_SCALES=call.has_head_scales,
         PER_WORD=pages.per_word,
+        QUERIES=max_queries,
         SPLIT_BLOCK=SPLIT_BLOCK,
         MIN_UNITS=launch.min_units,
         num_warps=4,

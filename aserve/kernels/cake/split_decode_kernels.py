@@ -1,9 +1,9 @@
 """Paged decode with keys split over programs, and the merge of what they leave; specialised by its constants.
 
-A program reads its share of blocks (decode_schedule.py), pair by pair. All heads of a group are rows of one tile, so
-each key is read once. A pair that lies in one share is finished there; of one that is cut, each program leaves a
-partial result. It has two places for these: the first for the end of a pair that began in another share (or its
-middle), the second for the beginning of a pair that goes on in the next.
+A program reads its share of blocks (decode_schedule.py), pair by pair. All heads of a group, for each of a sequence's
+queries, are rows of one tile, so each key is read once. A pair that lies in one share is finished there; of one that is
+cut, each program leaves a partial result. It has two places for these: the first for the end of a pair that began in
+another share (or its middle), the second for the beginning of a pair that goes on in the next.
 """
 
 import triton
@@ -23,6 +23,7 @@ MAX_FLOAT16 = tl.constexpr(65504.0)
         "page_table",
         "rows",
         "key_lens",
+        "cu_query_lens",
         "starts",
         "first_seqs",
         "sinks",
@@ -42,6 +43,7 @@ def split_decode(
     page_table,
     rows,
     key_lens,
+    cu_query_lens,
     starts,
     first_seqs,
     partial_outs,
@@ -67,7 +69,8 @@ def split_decode(
     WRITES_LSE: tl.constexpr,
     HAS_HEAD_SCALES: tl.constexpr,
     PER_WORD: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
     MIN_UNITS: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -77,29 +80,30 @@ def split_decode(
     unit = find_first_unit(program, total, tl.num_programs(0), MIN_UNITS)
     stop = find_first_unit(program + 1, total, tl.num_programs(0), MIN_UNITS)
     seq = tl.load(first_seqs + program)
-    members = tl.arange(0, GROUP_TILE)
     elements = find_channels(HEAD_DIM, PER_WORD)
-    is_member = members < GROUP
     while unit < stop:
+        if QUERIES > 1:  # a sequence may have no query, or more than are served here
+            while tl.load(starts + seq + 1) == tl.load(starts + seq):
+                seq += 1
         seq_start = tl.load(starts + seq)
         num_blocks = tl.load(starts + seq + 1) - seq_start
         kv_head = (unit - seq_start * NUM_KV_HEADS) // num_blocks
         block = (unit - seq_start * NUM_KV_HEADS) % num_blocks
         count = tl.minimum(num_blocks - block, stop - unit)
         key_len = tl.load(key_lens + seq)
-        first = tl.maximum(key_len - window, 0) + block * BLOCK_LEN
-        heads = kv_head * GROUP + members
-        places = heads[:, None] * HEAD_DIM + elements[None, :]
-        queries = tl.load(q + seq.to(tl.int64) * Q_STRIDE + places, mask=is_member[:, None], other=0.0)
+        is_row, tokens, places, heads, num_queries = _find_rows(cu_query_lens, seq, kv_head, GROUP, QUERIES, TILE_ROWS)
+        first = tl.maximum(key_len - (num_queries - 1) - window, 0) + block * BLOCK_LEN
+        query_offsets = tokens * Q_STRIDE + heads * HEAD_DIM
+        queries = tl.load(q + query_offsets[:, None] + elements[None, :], mask=is_row[:, None], other=0.0)
         if FACTOR == tl.float16:  # noqa: SIM300 - no constant; for queries in bfloat16, whose range is larger
             queries = tl.minimum(tl.maximum(queries.to(tl.float32), -MAX_FLOAT16), MAX_FLOAT16)
         queries = queries.to(FACTOR)
         table_row = page_table + tl.load(rows + seq).to(tl.int64) * table_stride
 
         head_scale = scale * load_scale(key_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)
-        greatest = tl.full([GROUP_TILE], float("-inf"), tl.float32)
-        denominator = tl.zeros([GROUP_TILE], tl.float32)
-        output = tl.zeros([GROUP_TILE, HEAD_DIM], tl.float32)
+        greatest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+        denominator = tl.zeros([TILE_ROWS], tl.float32)
+        output = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
         for i in range(0, count):
             positions = first + i * BLOCK_LEN + tl.arange(0, BLOCK_LEN)
             is_key = positions < key_len
@@ -109,39 +113,63 @@ def split_decode(
             block_keys = load_block(keys, key_blocks, offsets, is_key, HEAD_DIM, HEAD_DIM, PER_WORD, FACTOR)
             products = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
             scores = scale_scores(products, head_scale, softcap, HAS_SOFTCAP)
-            scores = tl.where(is_key[None, :], scores, float("-inf"))
+            is_seen = is_key[None, :]
+            if QUERIES > 1:
+                distance = (key_len - num_queries + places)[:, None] - positions[None, :]
+                is_seen = is_seen & (distance >= 0) & (distance < window)
+            scores = tl.where(is_seen, scores, float("-inf"))
             new_greatest = tl.maximum(greatest, tl.max(scores, 1))
-            kept = tl.exp2(greatest - new_greatest)
-            weights = tl.exp2(scores - new_greatest[:, None])
+            offset = new_greatest
+            if QUERIES > 1:  # a row may have seen no key yet
+                offset = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)
+            kept = tl.exp2(greatest - offset)
+            weights = tl.exp2(scores - offset[:, None])
             denominator = denominator * kept + tl.sum(weights, 1)
             block_values = load_block(values, value_blocks, offsets, is_key, HEAD_DIM, HEAD_DIM, PER_WORD, FACTOR)
             output = tl.dot(weights.to(FACTOR), block_values, output * kept[:, None], input_precision="ieee")
             greatest = new_greatest
 
+        if QUERIES > 1:  # a row that sees none of these keys weighs nothing, but may not be NaN
+            denominator = tl.where(denominator > 0.0, denominator, 1.0)
         if count == num_blocks:
             if HAS_SINKS:
-                greatest, denominator, kept = add_sinks(greatest, denominator, sinks, heads, is_member)
+                greatest, denominator, kept = add_sinks(greatest, denominator, sinks, heads, is_row)
                 output *= kept[:, None]
             head_scale = load_scale(value_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)
             output *= (head_scale / denominator)[:, None]
-            token = seq.to(tl.int64) * (NUM_KV_HEADS * GROUP)
-            tl.store(out + token * HEAD_DIM + places, output.to(out.dtype.element_ty), mask=is_member[:, None])
+            row_offsets = tokens * (NUM_KV_HEADS * GROUP) + heads
+            outputs = out + row_offsets[:, None] * HEAD_DIM + elements[None, :]
+            tl.store(outputs, output.to(out.dtype.element_ty), mask=is_row[:, None])
             if WRITES_LSE:
-                tl.store(lse + token + heads, (greatest + tl.log2(denominator)) * LN_2, mask=is_member)
+                tl.store(lse + row_offsets, (greatest + tl.log2(denominator)) * LN_2, mask=is_row)
         else:
-            place = (program * 2 + (block == 0).to(tl.int32)) * GROUP + members
-            partial = partial_outs + place[:, None] * HEAD_DIM + elements[None, :]
-            tl.store(partial, output / denominator[:, None], mask=is_member[:, None])
-            tl.store(partial_lses + place, greatest + tl.log2(denominator), mask=is_member)
+            places = (program * 2 + (block == 0).to(tl.int32)) * (QUERIES * GROUP) + tl.arange(0, TILE_ROWS)
+            partial = partial_outs + places[:, None] * HEAD_DIM + elements[None, :]
+            tl.store(partial, output / denominator[:, None], mask=is_row[:, None])
+            tl.store(partial_lses + places, greatest + tl.log2(denominator), mask=is_row)
         unit += count
         if unit == (seq_start + num_blocks) * NUM_KV_HEADS:
             seq += 1
 
 
-@triton.jit(do_not_specialize=["lse", "starts", "sinks", "num_seqs", "num_programs"])
+@triton.jit
+def _find_rows(cu_query_lens, seq, kv_head, GROUP: tl.constexpr, QUERIES: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """Return which rows of a tile there are, the token, place among queries and head of each, and how many queries."""
+    rows = tl.arange(0, TILE_ROWS)
+    if QUERIES == 1:
+        return rows < GROUP, seq.to(tl.int64), 0, kv_head * GROUP + rows, 1
+    else:
+        first = tl.load(cu_query_lens + seq)
+        count = tl.load(cu_query_lens + seq + 1) - first
+        places = rows // GROUP
+        return places < count, (first + places).to(tl.int64), places, kv_head * GROUP + rows % GROUP, count
+
+
+@triton.jit(do_not_specialize=["lse", "cu_query_lens", "starts", "sinks", "num_seqs", "num_programs"])
 def merge_decode(
     out,
     lse,
+    cu_query_lens,
     starts,
     partial_outs,
     partial_lses,
@@ -156,10 +184,11 @@ def merge_decode(
     WRITES_LSE: tl.constexpr,
     HAS_HEAD_SCALES: tl.constexpr,
     PER_WORD: tl.constexpr,
+    QUERIES: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     MIN_UNITS: tl.constexpr,
 ):
-    """Finish the pairs that were cut, one program for each sequence and query head, always in the same order."""
+    """Finish the pairs that were cut, a program for each sequence, query head and query, always in the same order."""
     seq, head = tl.program_id(0), tl.program_id(1)
     kv_head, member = head // GROUP, head % GROUP
     total = tl.load(starts + num_seqs) * NUM_KV_HEADS
@@ -168,7 +197,12 @@ def merge_decode(
     unit = seq_start * NUM_KV_HEADS + kv_head * num_blocks
     first = find_owner(unit, total, num_programs, MIN_UNITS)
     last = find_owner(unit + num_blocks - 1, total, num_programs, MIN_UNITS)
-    if first < last:
+    token, place, is_query = seq, 0, True
+    if QUERIES > 1:
+        place = tl.program_id(2)
+        token = tl.load(cu_query_lens + seq) + place
+        is_query = token < tl.load(cu_query_lens + seq + 1)
+    if (first < last) & is_query:
         elements = tl.arange(0, HEAD_DIM)
         greatest = tl.full([1], float("-inf"), tl.float32)
         denominator = tl.zeros([1], tl.float32)
@@ -177,14 +211,17 @@ def merge_decode(
         while base <= last:
             programs = base + tl.arange(0, SPLIT_BLOCK)
             is_part = programs <= last
-            places = (programs * 2 + (programs == first).to(tl.int32)) * GROUP + member
-            lses = tl.load(partial_lses + places, mask=is_part, other=float("-inf"))
+            offsets = (programs * 2 + (programs == first).to(tl.int32)) * (QUERIES * GROUP) + place * GROUP + member
+            lses = tl.load(partial_lses + offsets, mask=is_part, other=float("-inf"))
             outputs = tl.load(
-                partial_outs + places[:, None] * HEAD_DIM + elements[None, :], mask=is_part[:, None], other=0.0
+                partial_outs + offsets[:, None] * HEAD_DIM + elements[None, :], mask=is_part[:, None], other=0.0
             )
             new_greatest = tl.maximum(greatest, tl.max(lses, 0))
-            kept = tl.exp2(greatest - new_greatest)
-            weights = tl.exp2(lses - new_greatest)
+            offset = new_greatest
+            if QUERIES > 1:
+                offset = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)
+            kept = tl.exp2(greatest - offset)
+            weights = tl.exp2(lses - offset)
             denominator = denominator * kept + tl.sum(weights, 0)
             output = output * kept + tl.sum(outputs * weights[:, None], 0)
             greatest = new_greatest
@@ -194,7 +231,7 @@ def merge_decode(
             greatest, denominator, kept = add_sinks(greatest, denominator, sinks, heads, heads >= 0)
             output *= kept
         output *= load_scale(value_scale, kv_head, HAS_HEAD_SCALES, PER_WORD) / denominator
-        token = seq.to(tl.int64) * (NUM_KV_HEADS * GROUP)
-        tl.store(out + (token + head) * HEAD_DIM + elements, output.to(out.dtype.element_ty))
+        row = token.to(tl.int64) * (NUM_KV_HEADS * GROUP)
+        tl.store(out + (row + head) * HEAD_DIM + elements, output.to(out.dtype.element_ty))
         if WRITES_LSE:
-            tl.store(lse + token + heads, (greatest + tl.log2(denominator)) * LN_2)
+            tl.store(lse + row + heads, (greatest + tl.log2(denominator)) * LN_2)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from aserve.kernels.cake.variant import Launch
 
 MIN_UNITS = 2  # blocks that are worth a program of their own
-MIN_GROUP_TILE = 16  # rows that a matrix product has at least
+MIN_TILE_ROWS = 16  # rows that a matrix product has at least
 WARP_GROUP_ROWS = 64  # from which on Hopper a warp group computes it together
 
 
@@ -21,7 +21,7 @@ class SplitLaunch(Launch):
 
     def shared_bytes(self, head_dim: int, group: int, kv_bytes: float) -> int:
         """Return the shared memory that a program takes at most, with keys of ``kv_bytes`` an element."""
-        tile = group_tile(group)
+        tile = tile_rows(group)
         block = self.block_len * head_dim
         copies = int(max(self.num_stages - 1, 2) * block * kv_bytes)  # of keys and values in turn
         unpacked = 2 * block if kv_bytes <= 1 else 0  # values, as 16 bits
@@ -30,6 +30,6 @@ class SplitLaunch(Launch):
         return copies + unpacked + operands + 8 * self.block_len + 512
 
 
-def group_tile(group: int) -> int:
-    """Return the rows of the tile of ``group`` heads."""
-    return max(MIN_GROUP_TILE, 1 << (group - 1).bit_length())
+def tile_rows(count: int) -> int:
+    """Return the rows of a tile for ``count`` queries times heads."""
+    return max(MIN_TILE_ROWS, 1 << (count - 1).bit_length())

@@ -25,7 +25,7 @@ class Variant:
     name: str  # unique in its table
     dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]  # of queries and of keys and values
     head_dims: range | tuple[int, ...]
-    max_group: int  # query heads of a KV head
+    max_group: int  # query heads of a KV head, for each query of a sequence where there are several
     launch: Launch | None  # where no file has another for the GPU; None if there is nothing to choose
     writes_lse: bool = True
     max_keys: int | None = None  # that a query sees: of its window, or as many as a sequence may have

@@ -1,0 +1,194 @@
+"""The cake family's split decode with several queries of a sequence, against dense attention in float64."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from doubles_attention import PagedCase, dense_attention, make_case, make_spec
+from torch import Tensor
+
+from aserve.attention.base import AttentionSpec
+from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
+from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
+from aserve.kernels.cake.plain_decode import run_plain_decode
+from aserve.kernels.cake.split_decode import PartialResults, SplitLaunch, run_split_decode
+from aserve.kernels.nvfp4 import NVFP4
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMATS = {"fp8": torch.float8_e4m3fn, "nvfp4": NVFP4}
+LAUNCH = SplitLaunch(block_len=16, num_warps=4, num_stages=2, programs_per_sm=1)
+MAX_QUERIES = 4
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def chunks(spec: AttentionSpec, sizes: list[tuple[int, int]], **options: Any) -> PagedCase:
+    """A case of short chunks, each of so many queries and keys."""
+    query_lens, key_lens = (list(lens) for lens in zip(*sizes, strict=True))
+    return make_case(spec, query_lens, key_lens, 0, device=DEVICE, **options)
+
+
+def make_call(case: PagedCase, spec: AttentionSpec, *, has_lse: bool = True) -> AttentionCall:
+    batch, pool = case.batch, case.layer_kv
+    rows = torch.arange(len(batch.key_lens), dtype=torch.int32, device=DEVICE)
+    lse = torch.full(case.q.shape[:2], torch.nan, device=DEVICE) if has_lse else None
+    return AttentionCall(
+        q=case.q,
+        out=torch.full_like(case.q, torch.nan),
+        lse=lse,
+        pages=KVPages(pool.key, pool.value, pool.key_scale, pool.value_scale, pool.block_scales),
+        batch=PagedBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size, batch.cu_query_lens),
+        rules=ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks),
+    )
+
+
+def run(call: AttentionCall, num_programs: int = 7, max_queries: int = MAX_QUERIES) -> None:
+    """With NaN in what programs leave each other."""
+    call.check()
+    num_rows, head_dim = max_queries * call.group, call.q.shape[2]
+    schedule = DecodeSchedule.allocate(len(call.batch.rows), num_programs, call.q.device, max_queries)
+    partials = PartialResults.allocate(num_programs, num_rows, head_dim, call.q.device)
+    partials.outs.fill_(torch.nan)
+    partials.lses.fill_(torch.nan)
+    fill_schedule(
+        schedule,
+        call.batch.key_lens,
+        window=call.rules.window,
+        num_kv_heads=call.num_kv_heads,
+        block_len=LAUNCH.block_len,
+        cu_query_lens=call.batch.cu_query_lens,
+    )
+    run_split_decode(call, LAUNCH, schedule, partials)
+
+
+def check(call: AttentionCall, case: PagedCase, spec: AttentionSpec) -> None:
+    expected, expected_lse = dense_attention(case, spec)
+    tolerance = TOLERANCES[case.q.dtype]
+    torch.testing.assert_close(call.out.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    if call.lse is not None:
+        lse_tolerance = min(tolerance, 1e-3) if case.q.dtype != torch.float32 else 1e-5
+        torch.testing.assert_close(call.lse.double().cpu(), expected_lse, rtol=lse_tolerance, atol=lse_tolerance)
+
+
+EDGES = [(1, 1), (4, 4), (2, 16), (3, 17), (4, 15), (4, 90), (1, 33)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes"), [(torch.float32, EDGES), (torch.float16, EDGES[3:5]), (torch.bfloat16, EDGES[3:5])]
+)
+def test_ragged_queries_and_keys_at_the_edges_of_blocks(dtype: torch.dtype, sizes: list[tuple[int, int]]) -> None:
+    spec = make_spec(3, 1, 64)
+    case = chunks(spec, sizes, dtype=dtype)
+    call = make_call(case, spec)
+    run(call)
+    check(call, case, spec)
+
+
+@pytest.mark.parametrize("num_programs", [1, 5, 40])
+def test_any_number_of_programs_gives_the_same(num_programs: int) -> None:
+    """Down to a program for each two blocks, so that the last queries' own keys stand in a share of their own."""
+    spec = make_spec(2, 1, 64)
+    case = chunks(spec, [(2, 1060 if num_programs == 40 else 150), (2, 2), (4, 34)])
+    call = make_call(case, spec)
+    run(call, num_programs)
+    check(call, case, spec)
+
+
+@pytest.mark.parametrize(("group", "max_queries"), [(1, 2), (5, 8)])
+def test_groups_and_most_queries(group: int, max_queries: int) -> None:
+    spec = make_spec(group, 1, 64)
+    case = chunks(spec, [(max_queries, 35), (max_queries - 1, 20)], page_size=3)
+    call = make_call(case, spec)
+    run(call, max_queries=max_queries)
+    check(call, case, spec)
+
+
+SINKS = torch.tensor([-1.0, 0.5, 3.0, 40.0], device=DEVICE)
+RULES: list[dict[str, Any]] = [
+    {"sliding_window": 1},
+    {"sliding_window": 14},
+    {"sliding_window": 37, "softcap": 2.0, "sinks": SINKS},
+    {"sinks": SINKS},
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=lambda rules: "-".join(rules))
+def test_windows_caps_and_sinks(rules: dict[str, Any]) -> None:
+    """Windows that end in the middle of a block: the last queries see none of the first program's keys."""
+    spec = make_spec(4, 1, 64, **rules)
+    case = chunks(spec, [(4, 60), (1, 37), (3, 100)])
+    call = make_call(case, spec, has_lse="softcap" not in rules)
+    run(call, 9)
+    check(call, case, spec)
+
+
+def test_keys_outside_the_windows_are_not_read() -> None:
+    spec = make_spec(2, 1, 64, sliding_window=20)
+    case = chunks(spec, [(4, 90)])
+    call = make_call(case, spec)
+    for pages in (case.layer_kv.key, case.layer_kv.value):
+        pages[case.batch.page_table[0, :4].long()] = torch.nan  # keys 0 to 63; the first query sees 67 on
+    run(call)
+    check(call, case, spec)
+
+
+@pytest.mark.parametrize("kv_dtype", FORMATS.values(), ids=FORMATS)
+def test_pages_of_few_bits(kv_dtype: torch.dtype) -> None:
+    spec = make_spec(2, 1, 64)
+    case = chunks(spec, [(4, 16), (3, 47)], dtype=torch.bfloat16, kv_dtype=kv_dtype, scales=(0.25, 0.5))
+    call = make_call(case, spec)
+    run(call)
+    check(call, case, spec)
+
+
+def test_twice_the_same_is_bitwise_the_same() -> None:
+    spec = make_spec(2, 1, 64)
+    case = chunks(spec, [(4, 100), (2, 3)], dtype=torch.bfloat16)
+    results: list[Tensor] = []
+    for _ in range(2):
+        call = make_call(case, spec)
+        run(call)
+        results.append(call.out)
+    assert torch.equal(*results)
+
+
+def test_sequences_without_queries_or_with_too_many_are_left_alone() -> None:
+    """As in a step whose longer chunks another kernel computes; the first and the last sequence, too."""
+    spec = make_spec(2, 1, 64)
+    sizes = [(5, 40), (4, 40), (6, 70), (9, 9), (2, 33), (5, 18)]
+    case = chunks(spec, sizes)
+    call = make_call(case, spec)
+    starts = case.batch.cu_query_lens.tolist()
+    served = [
+        token for i, (queries, _) in enumerate(sizes) if queries <= 4 for token in range(starts[i], starts[i + 1])
+    ]
+    run(call)
+    expected, expected_lse = dense_attention(case, spec)
+    assert call.lse is not None
+    torch.testing.assert_close(call.out[served].double().cpu(), expected[served], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(call.lse[served].double().cpu(), expected_lse[served], rtol=1e-5, atol=1e-5)
+    others = sorted(set(range(len(case.q))) - set(served))
+    assert call.out[others].isnan().all()
+    assert call.lse[others].isnan().all()
+    empty = torch.zeros_like(case.batch.cu_query_lens)
+    nothing = dataclasses.replace(call, out=torch.full_like(call.out, torch.nan))
+    nothing = dataclasses.replace(nothing, batch=dataclasses.replace(call.batch, cu_query_lens=empty))
+    run(nothing)
+    assert nothing.out.isnan().all()
+
+
+def test_what_does_not_fit_together_is_refused_by_name() -> None:
+    spec = make_spec(2, 1, 64)
+    call = make_call(chunks(spec, [(2, 9)]), spec)
+    schedule = DecodeSchedule.allocate(1, 2, call.q.device, 4)
+    partials = PartialResults.allocate(2, 8, 64, call.q.device)
+    with pytest.raises(ValueError, match="cu_query_lens: must be given where a sequence has up to 4 queries"):
+        fill_schedule(schedule, call.batch.key_lens, window=None, num_kv_heads=1, block_len=16)
+    single = dataclasses.replace(call.batch, cu_query_lens=None)
+    with pytest.raises(ValueError, match="cu_query_lens: must be given where a sequence has up to 4 queries"):
+        run_split_decode(dataclasses.replace(call, batch=single), LAUNCH, schedule, partials)
+    small = PartialResults.allocate(2, 7, 64, call.q.device)
+    with pytest.raises(ValueError, match="partials: too small for 2 programs of 8 rows of 64"):
+        run_split_decode(call, LAUNCH, schedule, small)
+    with pytest.raises(ValueError, match="cu_query_lens: the plain kernel takes one query of each sequence"):
+        run_plain_decode(call)
