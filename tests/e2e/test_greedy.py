@@ -2,13 +2,13 @@
 
 import pytest
 from doubles_demo_engine import MakeEngine
-from doubles_greedy import Case, Reference, check, grid, single_factors
+from doubles_greedy import Case, Reference, check, grid, prompts_for_fast_tests, single_factors
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", list(single_factors()), ids=str)
 def test_greedy_tokens_equal_transformers(case: Case, make_engine: MakeEngine, reference: Reference) -> None:
-    check(case, make_engine, reference)
+    check(case, make_engine, prompts_for_fast_tests(case, reference))
 
 
 @pytest.mark.full
