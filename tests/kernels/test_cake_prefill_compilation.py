@@ -20,17 +20,17 @@ OTHERS = sorted({f"{name}{end}" for name in ROWS for end in ("", "+")} - set(USU
 
 
 def check(asked: tuple[str, ...], cache: Path) -> None:
-    """Compile the rows, each for three steps, and look at what came of it."""
+    """Compile the rows, each for three steps, and look at what came of it; the plain one only has to fit."""
     reports = compile_by(SCRIPT, cache, *asked)
     kernels = {name: [line for line in reports if line["asked"] == name] for name in asked}
     for name, lines in kernels.items():
         assert [line["kernel"] for line in lines] == ["_fill_tiles", "paged_prefill"] * 3
         assert not any(line["is_new"] for line in lines[2:]), "another step compiles nothing"
         line, row = lines[1], ROWS[name.rstrip("+")]
-        assert line["spilled_bytes"] <= SPILLED_BYTES.get(name, 0), line
         if row.launch is None:
             assert line["shared_bytes"] <= min(SHARED_BYTES.values()), "it fits any GPU"
             continue
+        assert line["spilled_bytes"] <= SPILLED_BYTES.get(name, 0), line
         assert line["group_products"], "warp groups multiply"
         assert not line["warp_products"], line
         assert not line["roundings"], "8 bits become 16 in one instruction"
