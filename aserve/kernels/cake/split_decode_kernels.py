@@ -91,10 +91,10 @@ def split_decode(
         block = (unit - seq_start * NUM_KV_HEADS) % num_blocks
         count = tl.minimum(num_blocks - block, stop - unit)
         key_len = tl.load(key_lens + seq)
-        is_row, tokens, places, heads, num_queries = _find_rows(cu_query_lens, seq, kv_head, GROUP, QUERIES, TILE_ROWS)
+        is_row, token, places, heads, num_queries = _find_rows(cu_query_lens, seq, kv_head, GROUP, QUERIES, TILE_ROWS)
         first = tl.maximum(key_len - (num_queries - 1) - window, 0) + block * BLOCK_LEN
-        query_offsets = tokens * Q_STRIDE + heads * HEAD_DIM
-        queries = tl.load(q + query_offsets[:, None] + elements[None, :], mask=is_row[:, None], other=0.0)
+        query_offsets = (places * Q_STRIDE + heads * HEAD_DIM)[:, None] + elements[None, :]
+        queries = tl.load(q + token * Q_STRIDE + query_offsets, mask=is_row[:, None], other=0.0)
         if FACTOR == tl.float16:  # noqa: SIM300 - no constant; for queries in bfloat16, whose range is larger
             queries = tl.minimum(tl.maximum(queries.to(tl.float32), -MAX_FLOAT16), MAX_FLOAT16)
         queries = queries.to(FACTOR)
@@ -137,16 +137,17 @@ def split_decode(
                 output *= kept[:, None]
             head_scale = load_scale(value_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)
             output *= (head_scale / denominator)[:, None]
-            row_offsets = tokens * (NUM_KV_HEADS * GROUP) + heads
-            outputs = out + row_offsets[:, None] * HEAD_DIM + elements[None, :]
+            first_row = token * (NUM_KV_HEADS * GROUP)
+            out_rows = places * (NUM_KV_HEADS * GROUP) + heads
+            outputs = out + first_row * HEAD_DIM + out_rows[:, None] * HEAD_DIM + elements[None, :]
             tl.store(outputs, output.to(out.dtype.element_ty), mask=is_row[:, None])
             if WRITES_LSE:
-                tl.store(lse + row_offsets, (greatest + tl.log2(denominator)) * LN_2, mask=is_row)
+                tl.store(lse + first_row + out_rows, (greatest + tl.log2(denominator)) * LN_2, mask=is_row)
         else:
-            places = (program * 2 + (block == 0).to(tl.int32)) * (QUERIES * GROUP) + tl.arange(0, TILE_ROWS)
-            partial = partial_outs + places[:, None] * HEAD_DIM + elements[None, :]
+            partial_rows = (program * 2 + (block == 0).to(tl.int32)) * (QUERIES * GROUP) + tl.arange(0, TILE_ROWS)
+            partial = partial_outs + partial_rows[:, None] * HEAD_DIM + elements[None, :]
             tl.store(partial, output / denominator[:, None], mask=is_row[:, None])
-            tl.store(partial_lses + places, greatest + tl.log2(denominator), mask=is_row)
+            tl.store(partial_lses + partial_rows, greatest + tl.log2(denominator), mask=is_row)
         unit += count
         if unit == (seq_start + num_blocks) * NUM_KV_HEADS:
             seq += 1
@@ -154,7 +155,7 @@ def split_decode(
 
 @triton.jit
 def _find_rows(cu_query_lens, seq, kv_head, GROUP: tl.constexpr, QUERIES: tl.constexpr, TILE_ROWS: tl.constexpr):
-    """Return which rows of a tile there are, the token, place among queries and head of each, and how many queries."""
+    """Return which rows of a tile there are, the first query's token, query and head of each, and how many queries."""
     rows = tl.arange(0, TILE_ROWS)
     if QUERIES == 1:
         return rows < GROUP, seq.to(tl.int64), 0, kv_head * GROUP + rows, 1
@@ -162,7 +163,7 @@ def _find_rows(cu_query_lens, seq, kv_head, GROUP: tl.constexpr, QUERIES: tl.con
         first = tl.load(cu_query_lens + seq)
         count = tl.load(cu_query_lens + seq + 1) - first
         places = rows // GROUP
-        return places < count, (first + places).to(tl.int64), places, kv_head * GROUP + rows % GROUP, count
+        return places < count, first.to(tl.int64), places, kv_head * GROUP + rows % GROUP, count
 
 
 @triton.jit(do_not_specialize=["lse", "cu_query_lens", "starts", "sinks", "num_seqs", "num_programs"])
