@@ -5,38 +5,20 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_attention import PagedCase, dense_attention, make_case, make_spec
+from doubles_attention import PagedCase, make_case, make_spec
+from doubles_cake import DEVICE, FORMATS, RULES, SINKS, TOLERANCES, check, make_call
 from torch import Tensor
 
 from aserve.attention.base import AttentionSpec
-from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
+from aserve.kernels.cake.attention_call import AttentionCall, KVPages
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.plain_decode import run_plain_decode
 from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
 from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.nvfp4 import NVFP4, BlockScales
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAUNCH = SplitLaunch(block_len=16, num_warps=4, num_stages=2, programs_per_sm=1)
 NUM_PROGRAMS = 7
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-
-
-FORMATS = {"fp8": torch.float8_e4m3fn, "nvfp4": NVFP4}
-
-
-def make_call(case: PagedCase, spec: AttentionSpec, *, has_lse: bool = True) -> AttentionCall:
-    batch, pool = case.batch, case.layer_kv
-    rows = torch.arange(len(batch.key_lens), dtype=torch.int32, device=DEVICE)
-    lse = torch.full(case.q.shape[:2], torch.nan, device=DEVICE) if has_lse else None
-    return AttentionCall(
-        q=case.q,
-        out=torch.full_like(case.q, torch.nan),
-        lse=lse,
-        pages=KVPages(pool.key, pool.value, pool.key_scale, pool.value_scale, pool.block_scales),
-        batch=PagedBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size),
-        rules=ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks),
-    )
 
 
 def run_split(call: AttentionCall, num_programs: int = NUM_PROGRAMS, launch: SplitLaunch = LAUNCH) -> None:
@@ -62,15 +44,6 @@ def run_plain(call: AttentionCall) -> None:
 
 
 RUNS = {"split": run_split, "plain": run_plain}
-
-
-def check(call: AttentionCall, case: PagedCase, spec: AttentionSpec) -> None:
-    expected, expected_lse = dense_attention(case, spec)
-    tolerance = TOLERANCES[case.q.dtype]
-    torch.testing.assert_close(call.out.double().cpu(), expected, rtol=tolerance, atol=tolerance)
-    if call.lse is not None:
-        lse_tolerance = min(tolerance, 1e-3) if case.q.dtype != torch.float32 else 1e-5
-        torch.testing.assert_close(call.lse.double().cpu(), expected_lse, rtol=lse_tolerance, atol=lse_tolerance)
 
 
 def decodes(spec: AttentionSpec, key_lens: list[int], **options: Any) -> PagedCase:
@@ -107,17 +80,6 @@ def test_groups_and_head_sizes(group: int, head_dim: int, run: Any) -> None:
     call = make_call(case, spec)
     run(call)
     check(call, case, spec)
-
-
-SINKS = torch.tensor([-1.0, 0.5, 3.0, 40.0], device=DEVICE)
-RULES: list[dict[str, Any]] = [
-    {"sliding_window": 1},
-    {"sliding_window": 16},
-    {"sliding_window": 21},
-    {"softcap": 0.5},
-    {"sinks": SINKS},
-    {"sliding_window": 37, "softcap": 2.0, "sinks": SINKS},
-]
 
 
 @pytest.mark.parametrize("rules", RULES, ids=lambda rules: "-".join(rules))

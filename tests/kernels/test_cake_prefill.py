@@ -5,41 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_attention import PagedCase, dense_attention, make_case, make_spec
+from doubles_attention import make_spec
+from doubles_cake import DEVICE, FORMATS, RULES, check, chunks, make_call
 from triton.runtime.interpreter import interpreter_builder
 
-from aserve.attention.base import AttentionSpec
 from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
 from aserve.kernels.cake.paged_prefill import run_prefill
 from aserve.kernels.cake.prefill_launch import PrefillLaunch
 from aserve.kernels.cake.prefill_tiles import PrefillTiles, fill_tiles
-from aserve.kernels.nvfp4 import NVFP4
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FORMATS = {"fp8": torch.float8_e4m3fn, "nvfp4": NVFP4}
 LAUNCH = PrefillLaunch(tile_rows=32, block_len=16, num_warps=4, num_stages=2)
 HEAD_SCALES = (torch.tensor([0.25, 2.0], device=DEVICE), torch.tensor([0.5, 1.5], device=DEVICE))
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-
-
-def chunks(spec: AttentionSpec, sizes: list[tuple[int, int]], **options: Any) -> PagedCase:
-    """A case of chunks, each of so many queries and keys."""
-    query_lens, key_lens = (list(lens) for lens in zip(*sizes, strict=True))
-    return make_case(spec, query_lens, key_lens, 0, device=DEVICE, **options)
-
-
-def make_call(case: PagedCase, spec: AttentionSpec, *, has_lse: bool = True) -> AttentionCall:
-    batch, pool = case.batch, case.layer_kv
-    rows = torch.arange(len(batch.key_lens), dtype=torch.int32, device=DEVICE)
-    lse = torch.full(case.q.shape[:2], torch.nan, device=DEVICE) if has_lse else None
-    return AttentionCall(
-        q=case.q,
-        out=torch.full_like(case.q, torch.nan),
-        lse=lse,
-        pages=KVPages(pool.key, pool.value, pool.key_scale, pool.value_scale, pool.block_scales),
-        batch=PagedBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size, batch.cu_query_lens),
-        rules=ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks),
-    )
 
 
 def run(call: AttentionCall, launch: PrefillLaunch = LAUNCH) -> None:
@@ -52,15 +28,6 @@ def run(call: AttentionCall, launch: PrefillLaunch = LAUNCH) -> None:
     tiles.first_rows.fill_(-77)
     fill_tiles(tiles, starts, group=call.group)
     run_prefill(call, launch, tiles)
-
-
-def check(call: AttentionCall, case: PagedCase, spec: AttentionSpec) -> None:
-    expected, expected_lse = dense_attention(case, spec)
-    tolerance = TOLERANCES[case.q.dtype]
-    torch.testing.assert_close(call.out.double().cpu(), expected, rtol=tolerance, atol=tolerance)
-    if call.lse is not None:
-        lse_tolerance = min(tolerance, 1e-3) if case.q.dtype != torch.float32 else 1e-5
-        torch.testing.assert_close(call.lse.double().cpu(), expected_lse, rtol=lse_tolerance, atol=lse_tolerance)
 
 
 EDGES = [(1, 1), (1, 40), (15, 15), (16, 16), (17, 17), (3, 16), (2, 17), (11, 32), (33, 33), (12, 45)]
@@ -104,17 +71,6 @@ def test_head_sizes_that_are_no_power_of_two(head_dim: int) -> None:
     call = make_call(case, spec)
     run(call)
     check(call, case, spec)
-
-
-SINKS = torch.tensor([-1.0, 0.5, 3.0, 40.0], device=DEVICE)
-RULES: list[dict[str, Any]] = [
-    {"sliding_window": 1},
-    {"sliding_window": 16},
-    {"sliding_window": 21},
-    {"softcap": 0.5},
-    {"sinks": SINKS},
-    {"sliding_window": 37, "softcap": 2.0, "sinks": SINKS},
-]
 
 
 @pytest.mark.parametrize("rules", RULES, ids=lambda rules: "-".join(rules))

@@ -5,41 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_attention import PagedCase, dense_attention, make_case, make_spec
+from doubles_attention import dense_attention, make_spec
+from doubles_cake import FORMATS, SINKS, check, chunks, make_call
 from torch import Tensor
 
-from aserve.attention.base import AttentionSpec
-from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
+from aserve.kernels.cake.attention_call import AttentionCall
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.plain_decode import run_plain_decode
 from aserve.kernels.cake.split_decode import PartialResults, SplitLaunch, run_split_decode
-from aserve.kernels.nvfp4 import NVFP4
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FORMATS = {"fp8": torch.float8_e4m3fn, "nvfp4": NVFP4}
 LAUNCH = SplitLaunch(block_len=16, num_warps=4, num_stages=2, programs_per_sm=1)
 MAX_QUERIES = 4
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-
-
-def chunks(spec: AttentionSpec, sizes: list[tuple[int, int]], **options: Any) -> PagedCase:
-    """A case of short chunks, each of so many queries and keys."""
-    query_lens, key_lens = (list(lens) for lens in zip(*sizes, strict=True))
-    return make_case(spec, query_lens, key_lens, 0, device=DEVICE, **options)
-
-
-def make_call(case: PagedCase, spec: AttentionSpec, *, has_lse: bool = True) -> AttentionCall:
-    batch, pool = case.batch, case.layer_kv
-    rows = torch.arange(len(batch.key_lens), dtype=torch.int32, device=DEVICE)
-    lse = torch.full(case.q.shape[:2], torch.nan, device=DEVICE) if has_lse else None
-    return AttentionCall(
-        q=case.q,
-        out=torch.full_like(case.q, torch.nan),
-        lse=lse,
-        pages=KVPages(pool.key, pool.value, pool.key_scale, pool.value_scale, pool.block_scales),
-        batch=PagedBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size, batch.cu_query_lens),
-        rules=ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks),
-    )
 
 
 def run(call: AttentionCall, num_programs: int = 7, max_queries: int = MAX_QUERIES) -> None:
@@ -59,15 +35,6 @@ def run(call: AttentionCall, num_programs: int = 7, max_queries: int = MAX_QUERI
         cu_query_lens=call.batch.cu_query_lens,
     )
     run_split_decode(call, LAUNCH, schedule, partials)
-
-
-def check(call: AttentionCall, case: PagedCase, spec: AttentionSpec) -> None:
-    expected, expected_lse = dense_attention(case, spec)
-    tolerance = TOLERANCES[case.q.dtype]
-    torch.testing.assert_close(call.out.double().cpu(), expected, rtol=tolerance, atol=tolerance)
-    if call.lse is not None:
-        lse_tolerance = min(tolerance, 1e-3) if case.q.dtype != torch.float32 else 1e-5
-        torch.testing.assert_close(call.lse.double().cpu(), expected_lse, rtol=lse_tolerance, atol=lse_tolerance)
 
 
 EDGES = [(1, 1), (4, 4), (2, 16), (3, 17), (4, 15), (4, 90), (1, 33)]
@@ -103,7 +70,6 @@ def test_groups_and_most_queries(group: int, max_queries: int) -> None:
     check(call, case, spec)
 
 
-SINKS = torch.tensor([-1.0, 0.5, 3.0, 40.0], device=DEVICE)
 RULES: list[dict[str, Any]] = [
     {"sliding_window": 1},
     {"sliding_window": 14},

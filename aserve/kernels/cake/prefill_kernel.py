@@ -7,10 +7,9 @@ that every row of a tile sees in full take no mask; only those at the diagonal a
 import triton
 import triton.language as tl
 
+from aserve.kernels.cake.factors import to_factors
 from aserve.kernels.cake.kv_blocks import find_channels, find_offsets_in, load_block, load_pages, load_scale
 from aserve.kernels.cake.softmax import LN_2, LOG2_E, add_sinks, scale_scores
-
-MAX_FLOAT16 = tl.constexpr(65504.0)
 
 
 # Tables may begin at any element; specialised on that, the kernels would be compiled again while serving.
@@ -83,9 +82,7 @@ def paged_prefill(
     is_inside = is_row[:, None] & (elements < HEAD_DIM)[None, :]
     offsets = (first_token + places).to(tl.int64) * Q_STRIDE + heads * HEAD_DIM
     queries = tl.load(q + (offsets[:, None] + elements[None, :]), mask=is_inside, other=0.0)
-    if FACTOR == tl.float16:  # noqa: SIM300 - no constant; for queries in bfloat16, whose range is larger
-        queries = tl.minimum(tl.maximum(queries.to(tl.float32), -MAX_FLOAT16), MAX_FLOAT16)
-    queries = queries.to(FACTOR)
+    queries = to_factors(queries, FACTOR)
 
     scale *= load_scale(key_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)
     greatest = tl.full([TILE_ROWS], float("-inf"), tl.float32)

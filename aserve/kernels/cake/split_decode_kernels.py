@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 
 from aserve.kernels.cake.decode_schedule import find_first_unit, find_owner
+from aserve.kernels.cake.factors import to_factors
 from aserve.kernels.cake.kv_blocks import find_channels, find_offsets, load_block, load_scale
 from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
-
-MAX_FLOAT16 = tl.constexpr(65504.0)
 
 
 # Tables may begin at any element; specialised on that, the kernels would be compiled again while serving.
@@ -95,9 +94,7 @@ def split_decode(
         first = tl.maximum(key_len - (num_queries - 1) - window, 0) + block * BLOCK_LEN
         query_offsets = (places * Q_STRIDE + heads * HEAD_DIM)[:, None] + elements[None, :]
         queries = tl.load(q + token * Q_STRIDE + query_offsets, mask=is_row[:, None], other=0.0)
-        if FACTOR == tl.float16:  # noqa: SIM300 - no constant; for queries in bfloat16, whose range is larger
-            queries = tl.minimum(tl.maximum(queries.to(tl.float32), -MAX_FLOAT16), MAX_FLOAT16)
-        queries = queries.to(FACTOR)
+        queries = to_factors(queries, FACTOR)
         table_row = page_table + tl.load(rows + seq).to(tl.int64) * table_stride
 
         head_scale = scale * load_scale(key_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)

@@ -1,0 +1,54 @@
+"""Calls of the cake family's kernels for the cases of the attention tests, and their check against dense attention."""
+
+from typing import Any
+
+import torch
+from doubles_attention import PagedCase, dense_attention, make_case
+
+from aserve.attention.base import AttentionSpec
+from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
+from aserve.kernels.nvfp4 import NVFP4
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMATS = {"fp8": torch.float8_e4m3fn, "nvfp4": NVFP4}
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+SINKS = torch.tensor([-1.0, 0.5, 3.0, 40.0], device=DEVICE)
+RULES: list[dict[str, Any]] = [
+    {"sliding_window": 1},
+    {"sliding_window": 16},
+    {"sliding_window": 21},
+    {"softcap": 0.5},
+    {"sinks": SINKS},
+    {"sliding_window": 37, "softcap": 2.0, "sinks": SINKS},
+]
+
+
+def chunks(spec: AttentionSpec, sizes: list[tuple[int, int]], **options: Any) -> PagedCase:
+    """A case of chunks, each of so many queries and keys."""
+    query_lens, key_lens = (list(lens) for lens in zip(*sizes, strict=True))
+    return make_case(spec, query_lens, key_lens, 0, device=DEVICE, **options)
+
+
+def make_call(case: PagedCase, spec: AttentionSpec, *, has_lse: bool = True) -> AttentionCall:
+    """With NaN where results belong; a case of decodes alone says nothing of where queries start."""
+    batch, pool = case.batch, case.layer_kv
+    starts = None if batch.num_decodes == len(batch.key_lens) else batch.cu_query_lens
+    rows = torch.arange(len(batch.key_lens), dtype=torch.int32, device=DEVICE)
+    lse = torch.full(case.q.shape[:2], torch.nan, device=DEVICE) if has_lse else None
+    return AttentionCall(
+        q=case.q,
+        out=torch.full_like(case.q, torch.nan),
+        lse=lse,
+        pages=KVPages(pool.key, pool.value, pool.key_scale, pool.value_scale, pool.block_scales),
+        batch=PagedBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size, starts),
+        rules=ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks),
+    )
+
+
+def check(call: AttentionCall, case: PagedCase, spec: AttentionSpec) -> None:
+    expected, expected_lse = dense_attention(case, spec)
+    tolerance = TOLERANCES[case.q.dtype]
+    torch.testing.assert_close(call.out.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    if call.lse is not None:
+        lse_tolerance = min(tolerance, 1e-3) if case.q.dtype != torch.float32 else 1e-5
+        torch.testing.assert_close(call.lse.double().cpu(), expected_lse, rtol=lse_tolerance, atol=lse_tolerance)
