@@ -9,9 +9,10 @@ from aserve.kernels.cake.split_launch import MIN_UNITS
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def blocks_of(key_lens: list[int], window: int | None, block_len: int) -> list[int]:
+def units_of(key_lens: list[int], window: int | None, block_len: int) -> list[int]:
+    """One for the start of a pair, one for each block."""
     seen = [min(key_len, window or key_len) for key_len in key_lens]
-    return [-(-count // block_len) for count in seen]
+    return [1 - (-count // block_len) for count in seen]
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -30,7 +31,7 @@ def test_shares_are_equal_and_begin_in_the_right_sequence(
     schedule.first_seqs.fill_(-77)
     lens = torch.tensor(key_lens, dtype=torch.int32, device=DEVICE)
     fill_schedule(schedule, lens, window=window, num_kv_heads=num_kv_heads, block_len=block_len)
-    counts = blocks_of(key_lens, window, block_len)
+    counts = units_of(key_lens, window, block_len)
     assert schedule.starts.tolist() == [sum(counts[:i]) for i in range(len(counts) + 1)]
     owners = [seq for seq, count in enumerate(counts) for _ in range(count * num_kv_heads)]  # of each unit
     num_active = max(min(num_programs, len(owners) // MIN_UNITS), 1)

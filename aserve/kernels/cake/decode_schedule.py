@@ -1,8 +1,9 @@
 """Which keys of which sequence each program of the decode kernel reads: equal shares, whatever the lengths.
 
-The keys that a sequence's queries see are cut into blocks. A unit of work is one block of one KV head; units stand in
-the order (sequence, KV head, block). Each program takes a run of them, as long as anyone else's or one longer, so the
-grid is bounded and nothing is planned on the host. A pair (sequence, KV head) may be cut by the border of programs.
+The keys that a sequence's queries see are cut into blocks. The units of work of a pair (sequence, KV head) are what its
+start costs and its blocks, in this order; pairs stand in the order (sequence, KV head). Each program takes a run of
+units, as long as anyone else's or one longer, so the grid is bounded and nothing is planned on the host. A pair may be
+cut by the border of programs. Without the units for starts, programs that got many short sequences would be the last.
 """
 
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ from aserve.kernels.cake.split_launch import MIN_UNITS
 UNBOUNDED = 2**31 - 1  # a window that no sequence fills
 SEQ_BLOCK = 256  # sequences whose blocks are summed at once
 PROGRAM_BLOCK = 16  # programs whose first sequence is looked for at once
+START_UNITS = tl.constexpr(1)  # what the start of a pair costs, in blocks: its queries, an empty pipeline, its output
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSchedule:
     """The shares of P programs in the work of N sequences, int32 on the device."""
 
-    starts: Tensor  # [N + 1] blocks of all sequences before, for one KV head
+    starts: Tensor  # [N + 1] units of all sequences before, for one KV head
     first_seqs: Tensor  # [P] the sequence in which each program begins
     max_queries: int = 1  # of a sequence
 
@@ -51,9 +53,9 @@ def fill_schedule(
 ) -> None:
     """Enqueue the sharing of work among programs: key_lens [N] int32, each at least 1, read on the device.
 
-    ``window`` keys are seen by a query, itself included, all if it is None; blocks hold ``block_len`` keys, of which a
-    program of its own gets ``min_units`` or more. With ``cu_query_lens`` [N + 1] sequences may have several queries;
-    those with more than the schedule is for, or none, have no share.
+    ``window`` keys are seen by a query, itself included, all if it is None; blocks hold ``block_len`` keys, and a
+    program of its own gets ``min_units`` units or more. With ``cu_query_lens`` [N + 1] sequences may have several
+    queries; those with more than the schedule is for, or none, have no share.
     """
     num_programs = len(schedule.first_seqs)
     if (cu_query_lens is None) != (schedule.max_queries == 1):
@@ -95,7 +97,7 @@ def find_owner(unit, total, num_programs, MIN_UNITS: tl.constexpr):
 
 
 @triton.jit
-def _count_blocks(key_lens, cu_query_lens, seqs, num_seqs, window, BLOCK_LEN: tl.constexpr, QUERIES: tl.constexpr):
+def _count_units(key_lens, cu_query_lens, seqs, num_seqs, window, BLOCK_LEN: tl.constexpr, QUERIES: tl.constexpr):
     is_seq = seqs < num_seqs
     lens = tl.load(key_lens + seqs, mask=is_seq, other=0)
     if QUERIES > 1:
@@ -107,7 +109,25 @@ def _count_blocks(key_lens, cu_query_lens, seqs, num_seqs, window, BLOCK_LEN: tl
     else:
         lens = tl.minimum(lens, window)
     # No sequence is without a block, so that no length can make the readers divide by zero.
-    return tl.where(is_seq, tl.maximum((lens + (BLOCK_LEN - 1)) // BLOCK_LEN, 1), 0)
+    num_blocks = tl.maximum((lens + (BLOCK_LEN - 1)) // BLOCK_LEN, 1)
+    return tl.where(is_seq, START_UNITS + num_blocks, 0)
+
+
+@triton.jit
+def find_pair(unit, seq, starts, num_kv_heads):
+    """Return the KV head of the pair of ``seq`` that has ``unit``, the place among the pair's units, their number."""
+    seq_start = tl.load(starts + seq)
+    num_units = tl.load(starts + seq + 1) - seq_start
+    unit -= seq_start * num_kv_heads
+    return unit // num_units, unit % num_units, num_units
+
+
+@triton.jit
+def skip_empty(seq, starts):
+    """Return ``seq`` or the next sequence that has units; the last one with units may not be passed."""
+    while tl.load(starts + seq + 1) == tl.load(starts + seq):
+        seq += 1
+    return seq
 
 
 @triton.jit(
@@ -132,7 +152,7 @@ def _fill_schedule(
     total, base = 0, 0
     while base < num_seqs:
         seqs = base + tl.arange(0, SEQ_BLOCK)
-        total += tl.sum(_count_blocks(key_lens, cu_query_lens, seqs, num_seqs, window, BLOCK_LEN, QUERIES))
+        total += tl.sum(_count_units(key_lens, cu_query_lens, seqs, num_seqs, window, BLOCK_LEN, QUERIES))
         base += SEQ_BLOCK
     programs = part * PROGRAM_BLOCK + tl.arange(0, PROGRAM_BLOCK)
     units = find_first_unit(programs, total * NUM_KV_HEADS, num_programs, MIN_UNITS)
@@ -140,7 +160,7 @@ def _fill_schedule(
     before, base = 0, 0
     while base < num_seqs:
         seqs = base + tl.arange(0, SEQ_BLOCK)
-        counts = _count_blocks(key_lens, cu_query_lens, seqs, num_seqs, window, BLOCK_LEN, QUERIES)
+        counts = _count_units(key_lens, cu_query_lens, seqs, num_seqs, window, BLOCK_LEN, QUERIES)
         ends = before + tl.cumsum(counts, 0)
         if part == 0:
             tl.store(starts + seqs + 1, ends, mask=seqs < num_seqs)

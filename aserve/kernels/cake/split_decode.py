@@ -37,7 +37,7 @@ def run_split_decode(
     call: AttentionCall, launch: SplitLaunch, schedule: DecodeSchedule, partials: PartialResults
 ) -> None:
     """Enqueue both kernels; ``schedule`` is filled for the call's lengths, window and KV heads and for the launch."""
-    _, num_heads, head_dim = call.q.shape
+    head_dim = call.q.shape[2]
     call = replace(call, pages=call.pages.in_words())
     rules, pages, batch = call.rules, call.pages, call.batch
     num_programs, group, max_queries = len(schedule.first_seqs), call.group, schedule.max_queries
@@ -82,11 +82,12 @@ def run_split_decode(
     )
     if rules.window is not None and rules.window + max_queries - 1 <= launch.block_len:
         return  # a sequence is one block, which no border of programs cuts
-    merge_decode[(num_seqs, num_heads, max_queries)](
+    merge_decode[(num_programs, num_rows)](
         call.out,
         lse,
         starts,
         schedule.starts,
+        schedule.first_seqs,
         partials.outs,
         partials.lses,
         sinks,

@@ -9,7 +9,7 @@ another share (or its middle), the second for the beginning of a pair that goes 
 import triton
 import triton.language as tl
 
-from aserve.kernels.cake.decode_schedule import find_first_unit, find_owner
+from aserve.kernels.cake.decode_schedule import START_UNITS, find_first_unit, find_owner, find_pair, skip_empty
 from aserve.kernels.cake.factors import to_factors
 from aserve.kernels.cake.kv_blocks import find_channels, find_offsets, load_block, load_scale
 from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
@@ -82,71 +82,72 @@ def split_decode(
     elements = find_channels(HEAD_DIM, PER_WORD)
     while unit < stop:
         if QUERIES > 1:  # a sequence may have no query, or more than are served here
-            while tl.load(starts + seq + 1) == tl.load(starts + seq):
-                seq += 1
-        seq_start = tl.load(starts + seq)
-        num_blocks = tl.load(starts + seq + 1) - seq_start
-        kv_head = (unit - seq_start * NUM_KV_HEADS) // num_blocks
-        block = (unit - seq_start * NUM_KV_HEADS) % num_blocks
-        count = tl.minimum(num_blocks - block, stop - unit)
-        key_len = tl.load(key_lens + seq)
-        is_row, token, places, heads, num_queries = _find_rows(cu_query_lens, seq, kv_head, GROUP, QUERIES, TILE_ROWS)
-        first = tl.maximum(key_len - (num_queries - 1) - window, 0) + block * BLOCK_LEN
-        query_offsets = (places * Q_STRIDE + heads * HEAD_DIM)[:, None] + elements[None, :]
-        queries = tl.load(q + token * Q_STRIDE + query_offsets, mask=is_row[:, None], other=0.0)
-        queries = to_factors(queries, FACTOR)
-        table_row = page_table + tl.load(rows + seq).to(tl.int64) * table_stride
-
-        head_scale = scale * load_scale(key_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)
-        greatest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-        denominator = tl.zeros([TILE_ROWS], tl.float32)
-        output = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
-        for i in range(0, count):
-            positions = first + i * BLOCK_LEN + tl.arange(0, BLOCK_LEN)
-            is_key = positions < key_len
-            offsets = find_offsets(
-                table_row, positions, is_key, kv_head, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE
+            seq = skip_empty(seq, starts)
+        kv_head, place, num_units = find_pair(unit, seq, starts, NUM_KV_HEADS)
+        taken = tl.minimum(num_units - place, stop - unit)
+        block = tl.maximum(place - START_UNITS, 0)
+        count = tl.maximum(place + taken - START_UNITS, 0) - block
+        if count > 0:  # else its start is the last unit here
+            key_len = tl.load(key_lens + seq)
+            is_row, token, places, heads, num_queries = _find_rows(
+                cu_query_lens, seq, kv_head, GROUP, QUERIES, TILE_ROWS
             )
-            block_keys = load_block(keys, key_blocks, offsets, is_key, HEAD_DIM, HEAD_DIM, PER_WORD, FACTOR)
-            products = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
-            scores = scale_scores(products, head_scale, softcap, HAS_SOFTCAP)
-            is_seen = is_key[None, :]
-            if QUERIES > 1:
-                distance = (key_len - num_queries + places)[:, None] - positions[None, :]
-                is_seen = is_seen & (distance >= 0) & (distance < window)
-            scores = tl.where(is_seen, scores, float("-inf"))
-            new_greatest = tl.maximum(greatest, tl.max(scores, 1))
-            offset = new_greatest
-            if QUERIES > 1:  # a row may have seen no key yet
-                offset = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)
-            kept = tl.exp2(greatest - offset)
-            weights = tl.exp2(scores - offset[:, None])
-            denominator = denominator * kept + tl.sum(weights, 1)
-            block_values = load_block(values, value_blocks, offsets, is_key, HEAD_DIM, HEAD_DIM, PER_WORD, FACTOR)
-            output = tl.dot(weights.to(FACTOR), block_values, output * kept[:, None], input_precision="ieee")
-            greatest = new_greatest
+            first = tl.maximum(key_len - (num_queries - 1) - window, 0) + block * BLOCK_LEN
+            query_offsets = (places * Q_STRIDE + heads * HEAD_DIM)[:, None] + elements[None, :]
+            queries = tl.load(q + token * Q_STRIDE + query_offsets, mask=is_row[:, None], other=0.0)
+            queries = to_factors(queries, FACTOR)
+            table_row = page_table + tl.load(rows + seq).to(tl.int64) * table_stride
 
-        if QUERIES > 1:  # a row that sees none of these keys weighs nothing, but may not be NaN
-            denominator = tl.where(denominator > 0.0, denominator, 1.0)
-        if count == num_blocks:
-            if HAS_SINKS:
-                greatest, denominator, kept = add_sinks(greatest, denominator, sinks, heads, is_row)
-                output *= kept[:, None]
-            head_scale = load_scale(value_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)
-            output *= (head_scale / denominator)[:, None]
-            first_row = token * (NUM_KV_HEADS * GROUP)
-            out_rows = places * (NUM_KV_HEADS * GROUP) + heads
-            outputs = out + first_row * HEAD_DIM + out_rows[:, None] * HEAD_DIM + elements[None, :]
-            tl.store(outputs, output.to(out.dtype.element_ty), mask=is_row[:, None])
-            if WRITES_LSE:
-                tl.store(lse + first_row + out_rows, (greatest + tl.log2(denominator)) * LN_2, mask=is_row)
-        else:
-            partial_rows = (program * 2 + (block == 0).to(tl.int32)) * (QUERIES * GROUP) + tl.arange(0, TILE_ROWS)
-            partial = partial_outs + partial_rows[:, None] * HEAD_DIM + elements[None, :]
-            tl.store(partial, output / denominator[:, None], mask=is_row[:, None])
-            tl.store(partial_lses + partial_rows, greatest + tl.log2(denominator), mask=is_row)
-        unit += count
-        if unit == (seq_start + num_blocks) * NUM_KV_HEADS:
+            head_scale = scale * load_scale(key_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)
+            greatest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+            denominator = tl.zeros([TILE_ROWS], tl.float32)
+            output = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+            for i in range(0, count):
+                positions = first + i * BLOCK_LEN + tl.arange(0, BLOCK_LEN)
+                is_key = positions < key_len
+                offsets = find_offsets(
+                    table_row, positions, is_key, kv_head, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE
+                )
+                block_keys = load_block(keys, key_blocks, offsets, is_key, HEAD_DIM, HEAD_DIM, PER_WORD, FACTOR)
+                products = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
+                scores = scale_scores(products, head_scale, softcap, HAS_SOFTCAP)
+                is_seen = is_key[None, :]
+                if QUERIES > 1:
+                    distance = (key_len - num_queries + places)[:, None] - positions[None, :]
+                    is_seen = is_seen & (distance >= 0) & (distance < window)
+                scores = tl.where(is_seen, scores, float("-inf"))
+                new_greatest = tl.maximum(greatest, tl.max(scores, 1))
+                offset = new_greatest
+                if QUERIES > 1:  # a row may have seen no key yet
+                    offset = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)
+                kept = tl.exp2(greatest - offset)
+                weights = tl.exp2(scores - offset[:, None])
+                denominator = denominator * kept + tl.sum(weights, 1)
+                block_values = load_block(values, value_blocks, offsets, is_key, HEAD_DIM, HEAD_DIM, PER_WORD, FACTOR)
+                output = tl.dot(weights.to(FACTOR), block_values, output * kept[:, None], input_precision="ieee")
+                greatest = new_greatest
+
+            if QUERIES > 1:  # a row that sees none of these keys weighs nothing, but may not be NaN
+                denominator = tl.where(denominator > 0.0, denominator, 1.0)
+            if count == num_units - START_UNITS:
+                if HAS_SINKS:
+                    greatest, denominator, kept = add_sinks(greatest, denominator, sinks, heads, is_row)
+                    output *= kept[:, None]
+                head_scale = load_scale(value_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)
+                output *= (head_scale / denominator)[:, None]
+                first_row = token * (NUM_KV_HEADS * GROUP)
+                out_rows = places * (NUM_KV_HEADS * GROUP) + heads
+                outputs = out + first_row * HEAD_DIM + out_rows[:, None] * HEAD_DIM + elements[None, :]
+                tl.store(outputs, output.to(out.dtype.element_ty), mask=is_row[:, None])
+                if WRITES_LSE:
+                    tl.store(lse + first_row + out_rows, (greatest + tl.log2(denominator)) * LN_2, mask=is_row)
+            else:
+                partial_rows = (program * 2 + (block == 0).to(tl.int32)) * (QUERIES * GROUP) + tl.arange(0, TILE_ROWS)
+                partial = partial_outs + partial_rows[:, None] * HEAD_DIM + elements[None, :]
+                tl.store(partial, output / denominator[:, None], mask=is_row[:, None])
+                tl.store(partial_lses + partial_rows, greatest + tl.log2(denominator), mask=is_row)
+        unit += taken
+        if (place + taken == num_units) & (kv_head == NUM_KV_HEADS - 1):
             seq += 1
 
 
@@ -163,12 +164,13 @@ def _find_rows(cu_query_lens, seq, kv_head, GROUP: tl.constexpr, QUERIES: tl.con
         return places < count, first.to(tl.int64), places, kv_head * GROUP + rows % GROUP, count
 
 
-@triton.jit(do_not_specialize=["lse", "cu_query_lens", "starts", "sinks", "num_seqs", "num_programs"])
+@triton.jit(do_not_specialize=["lse", "cu_query_lens", "starts", "first_seqs", "sinks", "num_seqs", "num_programs"])
 def merge_decode(
     out,
     lse,
     cu_query_lens,
     starts,
+    first_seqs,
     partial_outs,
     partial_lses,
     sinks,
@@ -186,50 +188,74 @@ def merge_decode(
     SPLIT_BLOCK: tl.constexpr,
     MIN_UNITS: tl.constexpr,
 ):
-    """Finish the pairs that were cut, a program for each sequence, query head and query, always in the same order."""
-    seq, head = tl.program_id(0), tl.program_id(1)
-    kv_head, member = head // GROUP, head % GROUP
+    """Finish the pairs that were cut, always in the same order.
+
+    There is a program for each border of shares and row of a tile. The pair that the border cuts is its own if no
+    border before cuts that pair too.
+    """
+    part, row = tl.program_id(0), tl.program_id(1)
     total = tl.load(starts + num_seqs) * NUM_KV_HEADS
-    seq_start = tl.load(starts + seq)
-    num_blocks = tl.load(starts + seq + 1) - seq_start
-    unit = seq_start * NUM_KV_HEADS + kv_head * num_blocks
-    first = find_owner(unit, total, num_programs, MIN_UNITS)
-    last = find_owner(unit + num_blocks - 1, total, num_programs, MIN_UNITS)
-    token, place, is_query = seq, 0, True
-    if QUERIES > 1:
-        place = tl.program_id(2)
-        token = tl.load(cu_query_lens + seq) + place
-        is_query = token < tl.load(cu_query_lens + seq + 1)
-    if (first < last) & is_query:
-        elements = tl.arange(0, HEAD_DIM)
-        greatest = tl.full([1], float("-inf"), tl.float32)
-        denominator = tl.zeros([1], tl.float32)
-        output = tl.zeros([HEAD_DIM], tl.float32)
-        base = first
-        while base <= last:
-            programs = base + tl.arange(0, SPLIT_BLOCK)
-            is_part = programs <= last
-            offsets = (programs * 2 + (programs == first).to(tl.int32)) * (QUERIES * GROUP) + place * GROUP + member
-            lses = tl.load(partial_lses + offsets, mask=is_part, other=float("-inf"))
-            outputs = tl.load(
-                partial_outs + offsets[:, None] * HEAD_DIM + elements[None, :], mask=is_part[:, None], other=0.0
+    unit = find_first_unit(part + 1, total, num_programs, MIN_UNITS)
+    if unit < total:
+        seq = tl.load(first_seqs + part + 1)
+        if QUERIES > 1:
+            seq = skip_empty(seq, starts)
+        kv_head, place, num_units = find_pair(unit, seq, starts, NUM_KV_HEADS)
+        first = find_owner(unit - place + START_UNITS, total, num_programs, MIN_UNITS)
+        last = find_owner(unit - place + num_units - 1, total, num_programs, MIN_UNITS)
+        token, is_query = seq, True
+        if QUERIES > 1:
+            token = tl.load(cu_query_lens + seq) + row // GROUP
+            is_query = token < tl.load(cu_query_lens + seq + 1)
+        if (place > START_UNITS) & (first == part) & is_query:
+            greatest, denominator, output = _merge_parts(
+                partial_outs, partial_lses, first, last, row, QUERIES * GROUP, HEAD_DIM, SPLIT_BLOCK, QUERIES
             )
-            new_greatest = tl.maximum(greatest, tl.max(lses, 0))
-            offset = new_greatest
-            if QUERIES > 1:
-                offset = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)
-            kept = tl.exp2(greatest - offset)
-            weights = tl.exp2(lses - offset)
-            denominator = denominator * kept + tl.sum(weights, 0)
-            output = output * kept + tl.sum(outputs * weights[:, None], 0)
-            greatest = new_greatest
-            base += SPLIT_BLOCK
-        heads = head + tl.zeros([1], tl.int32)
-        if HAS_SINKS:
-            greatest, denominator, kept = add_sinks(greatest, denominator, sinks, heads, heads >= 0)
-            output *= kept
-        output *= load_scale(value_scale, kv_head, HAS_HEAD_SCALES, PER_WORD) / denominator
-        row = token.to(tl.int64) * (NUM_KV_HEADS * GROUP)
-        tl.store(out + (row + head) * HEAD_DIM + elements, output.to(out.dtype.element_ty))
-        if WRITES_LSE:
-            tl.store(lse + row + heads, (greatest + tl.log2(denominator)) * LN_2)
+            heads = kv_head * GROUP + row % GROUP + tl.zeros([1], tl.int32)
+            if HAS_SINKS:
+                greatest, denominator, kept = add_sinks(greatest, denominator, sinks, heads, heads >= 0)
+                output *= kept
+            output *= load_scale(value_scale, kv_head, HAS_HEAD_SCALES, PER_WORD) / denominator
+            rows = token.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+            tl.store(out + rows * HEAD_DIM + tl.arange(0, HEAD_DIM), output.to(out.dtype.element_ty))
+            if WRITES_LSE:
+                tl.store(lse + rows, (greatest + tl.log2(denominator)) * LN_2)
+
+
+@triton.jit
+def _merge_parts(
+    partial_outs,
+    partial_lses,
+    first,
+    last,
+    row,
+    NUM_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """Return the greatest score and the denominator, [1] each, and the output [D] of a row of all partial results."""
+    elements = tl.arange(0, HEAD_DIM)
+    greatest = tl.full([1], float("-inf"), tl.float32)
+    denominator = tl.zeros([1], tl.float32)
+    output = tl.zeros([HEAD_DIM], tl.float32)
+    base = first
+    while base <= last:
+        programs = base + tl.arange(0, SPLIT_BLOCK)
+        is_part = programs <= last
+        offsets = (programs * 2 + (programs == first).to(tl.int32)) * NUM_ROWS + row
+        lses = tl.load(partial_lses + offsets, mask=is_part, other=float("-inf"))
+        outputs = tl.load(
+            partial_outs + offsets[:, None] * HEAD_DIM + elements[None, :], mask=is_part[:, None], other=0.0
+        )
+        new_greatest = tl.maximum(greatest, tl.max(lses, 0))
+        offset = new_greatest
+        if QUERIES > 1:
+            offset = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)
+        kept = tl.exp2(greatest - offset)
+        weights = tl.exp2(lses - offset)
+        denominator = denominator * kept + tl.sum(weights, 0)
+        output = output * kept + tl.sum(outputs * weights[:, None], 0)
+        greatest = new_greatest
+        base += SPLIT_BLOCK
+    return greatest, denominator, output
