@@ -10,9 +10,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def units_of(key_lens: list[int], window: int | None, block_len: int) -> list[int]:
-    """One for the start of a pair, one for each block."""
+    """Two for the start of a pair, one for each block."""
     seen = [min(key_len, window or key_len) for key_len in key_lens]
-    return [1 - (-count // block_len) for count in seen]
+    return [2 - (-count // block_len) for count in seen]
 
 
 @pytest.mark.parametrize("window", [None, 100])

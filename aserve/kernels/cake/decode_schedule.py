@@ -18,7 +18,7 @@ from aserve.kernels.cake.split_launch import MIN_UNITS
 UNBOUNDED = 2**31 - 1  # a window that no sequence fills
 SEQ_BLOCK = 256  # sequences whose blocks are summed at once
 PROGRAM_BLOCK = 16  # programs whose first sequence is looked for at once
-START_UNITS = tl.constexpr(1)  # what the start of a pair costs, in blocks: its queries, an empty pipeline, its output
+START_UNITS = tl.constexpr(2)  # what the start of a pair costs, in blocks: its queries, an empty pipeline, its output
 
 
 @dataclass(frozen=True, slots=True)

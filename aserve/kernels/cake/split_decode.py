@@ -10,8 +10,9 @@ from aserve.kernels.cake.decode_schedule import UNBOUNDED, DecodeSchedule
 from aserve.kernels.cake.factors import factor_dtype
 from aserve.kernels.cake.split_decode_kernels import merge_decode, split_decode
 from aserve.kernels.cake.split_launch import SplitLaunch, tile_rows
+from aserve.kernels.gpu.launch import can_overlap, launch_options
 
-SPLIT_BLOCK = 32  # partial results that the merge reads at once
+MERGED_ELEMENTS = 8192  # of partial results, that the merge reads at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ def run_split_decode(
         raise ValueError(f"partials: too small for {num_programs} programs of {num_rows} rows of {head_dim}")
     if (batch.cu_query_lens is None) != (max_queries == 1):
         raise ValueError(f"cu_query_lens: must be given where a sequence has up to {max_queries} queries")
+    overlap = can_overlap(call.q.device)
     starts = batch.key_lens if batch.cu_query_lens is None else batch.cu_query_lens
     lse = partials.lses if call.lse is None else call.lse
     sinks = partials.lses if rules.sinks is None else rules.sinks
@@ -77,8 +79,10 @@ def run_split_decode(
         BLOCK_LEN=launch.block_len,
         MIN_UNITS=launch.min_units,
         FACTOR=factor_dtype(call.q.dtype, pages.keys.dtype),
+        OVERLAP=overlap,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        **launch_options(overlap),
     )
     if rules.window is not None and rules.window + max_queries - 1 <= launch.block_len:
         return  # a sequence is one block, which no border of programs cuts
@@ -102,7 +106,9 @@ def run_split_decode(
         HAS_HEAD_SCALES=call.has_head_scales,
         PER_WORD=pages.per_word,
         QUERIES=max_queries,
-        SPLIT_BLOCK=SPLIT_BLOCK,
+        SPLIT_BLOCK=max(MERGED_ELEMENTS // head_dim, 1),
         MIN_UNITS=launch.min_units,
+        OVERLAP=overlap,
         num_warps=4,
+        **launch_options(overlap),
     )

@@ -8,6 +8,7 @@ another share (or its middle), the second for the beginning of a pair that goes 
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from aserve.kernels.cake.decode_schedule import START_UNITS, find_first_unit, find_owner, find_pair, skip_empty
 from aserve.kernels.cake.factors import to_factors
@@ -73,7 +74,11 @@ def split_decode(
     BLOCK_LEN: tl.constexpr,
     MIN_UNITS: tl.constexpr,
     FACTOR: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_wait()  # first, so that what starts the merge early has also written the schedule
+        gdc_launch_dependents()
     program = tl.program_id(0)
     total = tl.load(starts + num_seqs) * NUM_KV_HEADS
     unit = find_first_unit(program, total, tl.num_programs(0), MIN_UNITS)
@@ -187,6 +192,7 @@ def merge_decode(
     QUERIES: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     MIN_UNITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Finish the pairs that were cut, always in the same order.
 
@@ -194,20 +200,17 @@ def merge_decode(
     border before cuts that pair too.
     """
     part, row = tl.program_id(0), tl.program_id(1)
-    total = tl.load(starts + num_seqs) * NUM_KV_HEADS
-    unit = find_first_unit(part + 1, total, num_programs, MIN_UNITS)
-    if unit < total:
-        seq = tl.load(first_seqs + part + 1)
-        if QUERIES > 1:
-            seq = skip_empty(seq, starts)
-        kv_head, place, num_units = find_pair(unit, seq, starts, NUM_KV_HEADS)
-        first = find_owner(unit - place + START_UNITS, total, num_programs, MIN_UNITS)
-        last = find_owner(unit - place + num_units - 1, total, num_programs, MIN_UNITS)
+    is_cut, kv_head, seq, first, last = _find_cut(
+        part, starts, first_seqs, num_seqs, num_programs, NUM_KV_HEADS, QUERIES, MIN_UNITS
+    )
+    if OVERLAP:
+        gdc_wait()
+    if is_cut:
         token, is_query = seq, True
         if QUERIES > 1:
             token = tl.load(cu_query_lens + seq) + row // GROUP
             is_query = token < tl.load(cu_query_lens + seq + 1)
-        if (place > START_UNITS) & (first == part) & is_query:
+        if is_query:
             greatest, denominator, output = _merge_parts(
                 partial_outs, partial_lses, first, last, row, QUERIES * GROUP, HEAD_DIM, SPLIT_BLOCK, QUERIES
             )
@@ -220,6 +223,34 @@ def merge_decode(
             tl.store(out + rows * HEAD_DIM + tl.arange(0, HEAD_DIM), output.to(out.dtype.element_ty))
             if WRITES_LSE:
                 tl.store(lse + rows, (greatest + tl.log2(denominator)) * LN_2)
+
+
+@triton.jit
+def _find_cut(
+    part,
+    starts,
+    first_seqs,
+    num_seqs,
+    num_programs,
+    NUM_KV_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    MIN_UNITS: tl.constexpr,
+):
+    """Return whether the end of a share cuts a pair that no border before cuts, the pair, and who has its blocks."""
+    next_part = tl.minimum(part + 1, num_programs - 1)
+    seq = tl.load(first_seqs + next_part)
+    total = tl.load(starts + num_seqs) * NUM_KV_HEADS
+    unit = find_first_unit(part + 1, total, num_programs, MIN_UNITS)
+    is_cut = unit < 0
+    kv_head, first, last = 0, 0, 0
+    if unit < total:
+        if QUERIES > 1:
+            seq = skip_empty(seq, starts)
+        kv_head, place, num_units = find_pair(unit, seq, starts, NUM_KV_HEADS)
+        first = find_owner(unit - place + START_UNITS, total, num_programs, MIN_UNITS)
+        last = find_owner(unit - place + num_units - 1, total, num_programs, MIN_UNITS)
+        is_cut = (place > START_UNITS) & (first == part)
+    return is_cut, kv_head, seq, first, last
 
 
 @triton.jit

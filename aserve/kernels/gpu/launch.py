@@ -9,7 +9,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 def can_overlap(device: torch.device) -> bool:
     """Whether a kernel can start while the one before it still runs (programmatic dependent launch, from Hopper on)."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launch_options(overlap: bool) -> dict[str, bool]:
