@@ -10,6 +10,7 @@ from torch import Tensor
 from aserve.attention.base import AttentionBackend, AttentionProblem, AttentionSpec, CaptureShape
 from aserve.attention.merge import convert_lse
 from aserve.attention.registry import BACKENDS, resolve_backend
+from aserve.kernels.nvfp4 import NVFP4
 
 CUDA = torch.device("cuda")
 TOLERANCE = 2e-2  # of bfloat16 outputs; log-sum-exps come nearer
@@ -26,7 +27,7 @@ def build(
     problem = AttentionProblem(
         "cuda",
         case.q.dtype,
-        case.layer_kv.key.dtype,
+        case.layer_kv.key.dtype if case.layer_kv.block_scales is None else NVFP4,
         case.batch.page_size,
         tuple(spec.kind for spec in specs),
         torch.cuda.get_device_capability(),
