@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from doubles_harmony import write_harmony_folder
 from doubles_models import edit_config, make_oracle
+from reference.margins import MIN_MARGIN, count_clear
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -67,7 +68,7 @@ def make_served_checkpoint(folder: Path, changes: dict[str, Any] | None = None) 
     return oracle
 
 
-def check_greedy(folder: Path, oracle: Any, *, margin: float = 1e-3, **settings: Any) -> None:
+def check_greedy(folder: Path, oracle: Any, *, margin: float = MIN_MARGIN, **settings: Any) -> None:
     """Run prompts that share a beginning, the same again, and a chat; each token that is clear must be the oracle's."""
     generator = torch.Generator().manual_seed(4)
     shared, *tails = (torch.randint(0, 256, (length,), generator=generator).tolist() for length in (30, 1, 5, 17, 40))
@@ -80,15 +81,6 @@ def check_greedy(folder: Path, oracle: Any, *, margin: float = 1e-3, **settings:
     assert all(answer.num_cached_tokens >= 28 for answer in again)
     tokenizer = load_tokenizer(ModelFiles(folder, "safetensors", "tiny"))
     pairs = [*zip(prompts * 2, answers + again, strict=True), (tokenizer.encode_chat(message), chat)]
-    num_clear = sum(_count_clear(oracle, prompt, answer.token_ids, margin) for prompt, answer in pairs)
+    assert all(len(answer.token_ids) == NUM_TOKENS for _, answer in pairs)
+    num_clear = sum(count_clear(oracle, prompt, answer.token_ids, min_margin=margin) for prompt, answer in pairs)
     assert num_clear > NUM_TOKENS * len(pairs) / 2, "rounding could decide most"
-
-
-@torch.inference_mode()
-def _count_clear(oracle: Any, prompt: list[int], answer: list[int], margin: float) -> int:
-    """Check each token of ``answer`` that is ahead by more than ``margin``; return how many are."""
-    assert len(answer) == NUM_TOKENS
-    best = oracle(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].topk(2)
-    is_clear = best.values[:, 0] - best.values[:, 1] > margin
-    assert torch.equal(best.indices[is_clear, 0], torch.tensor(answer)[is_clear])
-    return int(is_clear.sum())

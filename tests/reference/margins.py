@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 MIN_MARGIN = 1e-3  # where the two best logits lie closer, another token is no error, and what follows is not compared
 MIN_COMPARED = 0.9  # of all tokens
 FOLDER = Path(__file__).resolve().parent
@@ -31,3 +33,16 @@ def check_greedy(reference: Sequence[dict[str, Any]], outputs: Sequence[Sequence
         assert list(output[: len(clear)]) == clear, f"prompt {place}"
         num_compared += len(clear)
     assert num_compared >= MIN_COMPARED * sum(map(len, outputs)) > 0
+
+
+@torch.inference_mode()
+def count_clear(oracle: Any, prompt: Sequence[int], output: Sequence[int], *, min_margin: float = MIN_MARGIN) -> int:
+    """Raise AssertionError unless each token of ``output`` is what transformers' ``oracle`` finds best, where clear.
+
+    The oracle sees the output's own tokens, so those after a close call count as well. Returns how many were clear.
+    """
+    best = oracle(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].topk(2)
+    is_clear = best.values[:, 0] - best.values[:, 1] >= min_margin
+    expected, got = best.indices[is_clear, 0], torch.tensor(output)[is_clear]
+    assert torch.equal(got, expected), f"{got.tolist()} instead of {expected.tolist()} after {prompt}"
+    return int(is_clear.sum())

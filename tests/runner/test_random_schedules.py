@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from doubles_attention import torch_backend
 from doubles_models import load_folder, make_oracle
 from doubles_runner import RandomDriver, Run, make_runner
+from reference.margins import MIN_COMPARED, count_clear
 
 from aserve.attention.hybrid import HybridBackend
 from aserve.models.decoder import Decoder
 from aserve.request import SamplingParams
 
-MARGIN = 1e-3  # closer calls between the two best tokens are not compared
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_hidden_layers": 2}),
     "mistral": ("mistral", {"num_hidden_layers": 2, "sliding_window": 9, "head_dim": 16}),
@@ -27,19 +26,6 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder: Path = tmp_path_factory.mktemp(request.param)
     model_type, changes = MODELS[request.param]
     return make_oracle(model_type, changes, folder), load_folder(folder)
-
-
-@torch.no_grad()
-def check_greedy(oracle: Any, run: Run) -> tuple[int, int]:
-    """Return how many tokens were compared, of how many, up to the first close call."""
-    logits = oracle(torch.tensor([run.known])).logits[0]
-    for i in range(run.num_outputs):
-        row = logits[len(run.prompt) - 1 + i]
-        best = row.topk(2).values
-        if best[0] - best[1] < MARGIN:
-            return i, run.num_outputs
-        assert run.outputs[i] == int(row.argmax()), f"output {i} of {run}"
-    return run.num_outputs, run.num_outputs
 
 
 def make_runs(seed: int, count: int) -> list[Run]:
@@ -69,8 +55,8 @@ def test_greedy_tokens_equal_transformers(
     runner.close()
     assert driver.num_preemptions
     assert driver.num_mixed_steps
-    compared = [check_greedy(oracle, run) for run in runs]
-    assert sum(done for done, _ in compared) >= 0.9 * sum(total for _, total in compared)
+    num_clear = sum(count_clear(oracle, run.prompt, run.outputs) for run in runs)
+    assert num_clear >= MIN_COMPARED * sum(run.num_outputs for run in runs)
 
 
 def test_sampled_tokens_do_not_depend_on_the_schedule(models: tuple[Any, Decoder]) -> None:

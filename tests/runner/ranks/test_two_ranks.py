@@ -13,6 +13,7 @@ import pytest
 import torch
 from doubles_engine import LetterTokenizer
 from doubles_models import make_oracle
+from reference.margins import MIN_COMPARED, count_clear
 
 from aserve.config import EngineConfig
 from aserve.distributed.context_shard import ContextShard
@@ -26,7 +27,6 @@ from aserve.runner.ranks.build import build_ranks
 PAGE_SIZE = 2  # of a rank
 GROUP = 2 * PAGE_SIZE  # tokens of a page of the scheduler
 NUM_PAGES = 30
-MARGIN = 1e-3  # a token counts if no other one comes as close
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
 
 
@@ -80,14 +80,9 @@ def check(oracle: Any, prompts: Sequence[list[int]], outputs: Sequence[Completed
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.error is None
         assert output.finish_reason is FinishReason.LENGTH
-        with torch.inference_mode():
-            logits = oracle(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
-        best = logits.topk(2).values
-        is_clear = best[:, 0] - best[:, 1] > MARGIN
-        expected = logits.argmax(-1)
-        assert torch.equal(expected[is_clear], torch.tensor(output.token_ids)[is_clear])
-        num_clear, num_tokens = num_clear + int(is_clear.sum()), num_tokens + len(output.token_ids)
-    assert num_clear > 0.9 * num_tokens
+        num_clear += count_clear(oracle, prompt, output.token_ids)
+        num_tokens += len(output.token_ids)
+    assert num_clear > MIN_COMPARED * num_tokens
 
 
 def test_prompts_around_the_borders_of_pages_and_groups_have_transformers_tokens(oracle: Any, llm: LLM) -> None:
