@@ -3,6 +3,10 @@
 An element (e2m1) is a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6. Two lie in a byte,
 the first in its low half. A block's scale is e4m3. What both stand for is multiplied with the scale of the layer, or of
 its KV head, as values in e4m3 are.
+
+Of a few scales near the one that makes a block's largest element 6, a block gets that which leaves the smallest error:
+with the next smaller one the largest is cut a little, with larger ones it becomes 4, near which steps are finer. On
+normally distributed values a quarter of the squared error goes.
 """
 
 from dataclasses import dataclass
@@ -15,6 +19,8 @@ BLOCK = 16
 HEAD_GRAIN = 32  # heads are multiples of it: of 16 bytes, in halves of whole blocks
 MAX_ELEMENT = 6.0
 MAX_BLOCK_SCALE = 448.0
+SCALE_STEPS = (0, -1, 4, 5)  # from the e4m3 scale that makes the largest element 6; 1.5 times as much is 4 or 5 steps
+LARGEST_SCALE_BITS = 126  # of 448; what follows is no number
 
 
 def element_bytes(dtype: torch.dtype) -> float:
@@ -33,23 +39,44 @@ class BlockScales:
 def quantise(x: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return the packed elements, uint8 [..., D / 2], and block scales, e4m3 [..., D / 16], of x [..., D] / scale.
 
-    Both are rounded to the nearest, ties to even; what is too large becomes the largest there is.
+    Elements are rounded to the nearest, ties to even; what is too large becomes the largest there is. Of scales that
+    leave the same error the first of SCALE_STEPS is taken.
     """
     blocks = (x.float() / scale).reshape(*x.shape[:-1], -1, BLOCK)
-    block_scales = blocks.abs().amax(-1) / MAX_ELEMENT
-    block_scales = block_scales.clamp(max=MAX_BLOCK_SCALE).to(torch.float8_e4m3fn)
-    divisors = block_scales.float().unsqueeze(-1)
-    codes = _round_to_codes(torch.where(divisors > 0, blocks / divisors, 0.0)).flatten(-2)
-    return codes[..., 0::2] | codes[..., 1::2] << 4, block_scales
+    block_scales = (blocks.abs().amax(-1) / MAX_ELEMENT).clamp(max=MAX_BLOCK_SCALE).to(torch.float8_e4m3fn)
+    usual_bits = block_scales.view(torch.uint8).to(torch.int16)
+    first, *others = ((usual_bits + step).clamp(0, LARGEST_SCALE_BITS).to(torch.uint8) for step in SCALE_STEPS)
+    bits = first
+    codes, least = _round_blocks(blocks, bits)
+    for other in others:
+        other_codes, errors = _round_blocks(blocks, other)
+        is_better = errors < least
+        least = torch.minimum(errors, least)
+        bits = torch.where(is_better, other, bits)
+        codes = torch.where(is_better.unsqueeze(-1), other_codes, codes)
+    codes = codes.flatten(-2)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, bits.view(torch.float8_e4m3fn)
+
+
+def _round_blocks(blocks: Tensor, scale_bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes of blocks [..., 16] with scales of these bits, and the sums of their squared errors [...]."""
+    divisors = scale_bits.view(torch.float8_e4m3fn).float().unsqueeze(-1)
+    codes = _round_to_codes(torch.where(divisors > 0, blocks / divisors, 0.0))
+    return codes, (_elements(codes) * divisors - blocks).square().sum(-1)
 
 
 def dequantise(packed: Tensor, block_scales: Tensor) -> Tensor:
     """Return what packed elements [..., D / 2] and block scales [..., D / 16] stand for, float32 [..., D]."""
-    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int16)
-    # The bits of an element are those of a float16, its exponent 14 too small.
-    elements = ((codes & 8) << 12 | (codes & 7) << 9).view(torch.float16).float() * 2**14
-    blocks = elements.view(*block_scales.shape, BLOCK)
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1)
+    blocks = _elements(codes).view(*block_scales.shape, BLOCK)
     return (blocks * block_scales.float().unsqueeze(-1)).flatten(-2)
+
+
+def _elements(codes: Tensor) -> Tensor:
+    """Return what 4 bits each stand for, float32."""
+    codes = codes.to(torch.int16)
+    # The bits of an element are those of a float16, its exponent 14 too small.
+    return ((codes & 8) << 12 | (codes & 7) << 9).view(torch.float16).float() * 2**14
 
 
 def _round_to_codes(x: Tensor) -> Tensor:

@@ -33,30 +33,34 @@ def test_every_byte_is_read_by_the_table() -> None:
 
 
 def test_elements_are_the_nearest_ties_to_even() -> None:
-    """A first element of 6 makes the scale of each block 1."""
+    """A first element of 6 and many of 4 leave no block a better scale than 1."""
     steps = torch.cat(
         (torch.arange(-24, 25) / 4, torch.tensor([0.2499, 0.2501, 2.4999, 2.5001, 4.9999, 5.0001, -3.4999]))
     )
-    blocks = torch.zeros(8, 16)
+    blocks = torch.full((len(steps), 16), 4.0)
     blocks[:, 0] = 6
-    blocks[:, 1:8] = steps.view(8, 7)
+    blocks[:, 1] = steps
     packed, block_scales = quantise(blocks, 1.0)
-    assert (packed.shape, packed.dtype) == ((8, 8), torch.uint8)
-    assert torch.equal(block_scales.float(), torch.ones(8, 1))
+    assert (packed.shape, packed.dtype) == ((len(steps), 8), torch.uint8)
+    assert torch.equal(block_scales.float(), torch.ones(len(steps), 1))
     assert torch.equal(read(packed, block_scales), nearest(blocks).double())
 
 
 @pytest.mark.parametrize("scale", [0.25, 1.0, torch.tensor([[0.5], [2.0]])])
-def test_blocks_have_scales_of_their_own(scale: float | Tensor) -> None:
+def test_blocks_have_the_best_of_four_scales(scale: float | Tensor) -> None:
+    """The e4m3 number nearest to what makes the largest element 6, the one below, and the fourth and fifth above."""
     torch.manual_seed(0)
     x = torch.randn(5, 2, 64) * torch.logspace(-2, 1, 4).repeat_interleave(16)
     packed, block_scales = quantise(x, scale)
     wanted = (x.double() / scale).view(5, 2, 4, 16)
-    exact = wanted.abs().amax(-1) / 6
-    assert ((block_scales.double() - exact).abs() <= exact * 2**-4 + 2**-10).all(), "the nearest of 3 bits"
-    divisors = block_scales.double().unsqueeze(-1)
-    expected = nearest((wanted / divisors).float()).double() * divisors
-    assert torch.equal(read(packed, block_scales), expected.flatten(-2))
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    usual = (numbers - wanted.abs().amax(-1, keepdim=True) / 6).abs().argmin(-1)
+    tried = numbers[usual.unsqueeze(-1) + torch.tensor([-1, 0, 4, 5])].unsqueeze(-1)  # [..., 4, 1]
+    rounded = nearest((wanted.unsqueeze(-2) / tried).float()).double() * tried
+    errors = (rounded - wanted.unsqueeze(-2)).square().sum(-1)
+    found = read(packed, block_scales).view(wanted.shape)
+    torch.testing.assert_close((found - wanted).square().sum(-1), errors.amin(-1), rtol=1e-5, atol=0)
+    assert len(errors.argmin(-1).unique()) == 4, "each is the best of some blocks"
 
 
 def test_zeros_tiny_and_huge_values() -> None:

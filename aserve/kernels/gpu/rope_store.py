@@ -227,10 +227,16 @@ def _store_packed_half(values, scale, pages, block_scales, places, is_kept, HALF
     values = tl.div_rn(values.to(tl.float32), tl.zeros_like(values).to(tl.float32) + scale)
     blocks = tl.reshape(values, [NUM_ROWS, NUM_BLOCKS, 16])
     largest = tl.max(tl.abs(blocks), 2)
-    new_scales = tl.minimum(tl.div_rn(largest, tl.zeros_like(largest) + 6.0), 448.0).to(tl.float8e4nv)
-    divisors = tl.zeros_like(blocks) + new_scales.to(tl.float32)[:, :, None]
-    elements = tl.where(divisors > 0.0, tl.div_rn(blocks, tl.where(divisors > 0.0, divisors, 1.0)), 0.0)
-    low, high = tl.split(tl.reshape(_round_to_codes(elements), [NUM_ROWS, NUM_BLOCKS * 8, 2]))
+    usual = tl.minimum(tl.div_rn(largest, tl.zeros_like(largest) + 6.0), 448.0).to(tl.float8e4nv)
+    usual_bits = usual.to(tl.uint8, bitcast=True).to(tl.int32)
+    codes, least = _round_blocks(blocks, usual_bits)
+    bits = usual_bits
+    # Those of nvfp4.SCALE_STEPS behind the usual one.
+    codes, bits, least = _try_scales(blocks, usual_bits - 1, codes, bits, least)
+    codes, bits, least = _try_scales(blocks, usual_bits + 4, codes, bits, least)
+    codes, bits, least = _try_scales(blocks, usual_bits + 5, codes, bits, least)
+    new_scales = bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    low, high = tl.split(tl.reshape(codes, [NUM_ROWS, NUM_BLOCKS * 8, 2]))
     pair = tl.arange(0, NUM_BLOCKS * 8)
     tl.store(
         pages + places[:, None] + pair[None, :],
@@ -241,6 +247,28 @@ def _store_packed_half(values, scale, pages, block_scales, places, is_kept, HALF
     # A head has a scale for every 8 bytes, and so has all before it.
     to_scales = block_scales + (places // 8)[:, None] + block[None, :]
     tl.store(to_scales, new_scales, mask=is_kept[:, None] & (block < HALF // 16)[None, :])
+
+
+@triton.jit
+def _try_scales(blocks, new_bits, codes, bits, least):
+    """Return the codes, scales and errors of blocks with scales of ``new_bits`` where these leave less of an error."""
+    new_bits = tl.minimum(tl.maximum(new_bits, 0), 126)
+    new_codes, errors = _round_blocks(blocks, new_bits)
+    is_better = errors < least
+    codes = tl.where(is_better[:, :, None], new_codes, codes)
+    return codes, tl.where(is_better, new_bits, bits), tl.minimum(errors, least)
+
+
+@triton.jit
+def _round_blocks(blocks, scale_bits):
+    """Return the codes of blocks [rows, blocks, 16] with these e4m3 scales, and the sums of their squared errors."""
+    scales = scale_bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    divisors = tl.zeros_like(blocks) + scales[:, :, None]
+    codes = _round_to_codes(tl.where(divisors > 0.0, tl.div_rn(blocks, tl.where(divisors > 0.0, divisors, 1.0)), 0.0))
+    size = codes & 7
+    quarters = tl.where(size < 2, 2 * size, (2 + (size & 1)) << (size >> 1))
+    errors = quarters.to(tl.float32) * 0.25 * divisors - tl.abs(blocks)
+    return codes, tl.sum(errors * errors, 2)
 
 
 @triton.jit
