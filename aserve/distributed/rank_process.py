@@ -9,7 +9,7 @@ from typing import Self
 
 import aserve
 from aserve.distributed.channel import Channel
-from aserve.distributed.messages import Order, Report, decode_report, encode
+from aserve.distributed.messages import Report, decode_report
 
 EXIT_S = 1.0  # between a process's last breath and its exit status
 
@@ -33,9 +33,9 @@ class RankProcess:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         return cls(rank, process, Channel(ours))
 
-    def send(self, order: Order) -> None:
-        """Give an order. Raises OSError if the process is gone or does not listen."""
-        self._channel.send(encode(order))
+    def send(self, order: bytes) -> None:
+        """Give an encoded order. Raises OSError if the process is gone or does not listen."""
+        self._channel.send(order)
 
     def receive(self) -> Report | None:
         """Wait for what the process says next; None once it has ended."""

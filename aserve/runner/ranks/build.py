@@ -13,7 +13,7 @@ from aserve.attention.base import dtype_name
 from aserve.config import EngineConfig
 from aserve.distributed.context_shard import ContextShard
 from aserve.distributed.group import RankGroup
-from aserve.distributed.messages import Ready, Setup
+from aserve.distributed.messages import Ready, Setup, encode
 from aserve.distributed.rank_process import RankProcess
 from aserve.errors import ConfigError
 from aserve.model_files import ModelFiles
@@ -108,6 +108,6 @@ def _start(setups: Sequence[Setup], undo: contextlib.ExitStack) -> list[RankProc
         process = RankProcess.start(setup.rank, WORKER, environment)
         undo.callback(process.close)
         undo.callback(process.kill)
-        process.send(setup)
+        process.send(encode(setup))
         processes.append(process)
     return processes

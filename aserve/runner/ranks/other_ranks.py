@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from aserve.distributed.messages import Close, Executed, Failed, Milestone, Order
+from aserve.distributed.messages import Close, Executed, Failed, Milestone, Order, encode
 from aserve.distributed.rank_process import RankProcess
 from aserve.errors import EngineDeadError
 from aserve.runner.ranks.step_agreement import StepAgreement
@@ -52,9 +52,10 @@ class OtherRanks:
 
     def broadcast(self, order: Order) -> None:
         """Give ``order`` to each rank. Raises EngineDeadError if one is gone or does not listen."""
+        encoded = encode(order)
         for process in self._processes:
             try:
-                process.send(order)
+                process.send(encoded)
             except OSError as error:
                 raise EngineDeadError(f"rank {process.rank} takes no orders: {error}") from error
 
@@ -72,7 +73,7 @@ class OtherRanks:
         self._is_closing = True
         for process in self._processes:
             with contextlib.suppress(OSError):
-                process.send(Close())
+                process.send(encode(Close()))
 
     def end(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Wait until all have ended; those that still run after ``timeout_s`` are killed. Idempotent."""
