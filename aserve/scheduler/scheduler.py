@@ -1,4 +1,6 @@
-"""Decides what each step computes and turns what it sampled into deltas: no device, no clock, no event loop.
+"""The requests that are served, from ``add`` to the last token: no device, no clock, no event loop.
+
+The planner decides what a step computes, its commit (``step_commit``) turns what was sampled into deltas.
 
 Plans may be made while earlier ones are in flight: the next input of a sequence whose token is not yet known on
 the host waits on the device.
@@ -6,13 +8,12 @@ the host waits on the device.
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable
-from itertools import compress, count
+from collections.abc import Callable
 
 from aserve.errors import CapacityError, ClientError
 from aserve.request import FinishReason, Request
 from aserve.scheduler.admission import check_request, check_tokens, longest_len
-from aserve.scheduler.delta import SequenceDelta, join_deltas
+from aserve.scheduler.delta import SequenceDelta
 from aserve.scheduler.draft_planner import DraftPlanner
 from aserve.scheduler.drafter import Drafter, can_verify
 from aserve.scheduler.limits import Limits
@@ -22,6 +23,7 @@ from aserve.scheduler.planner import Flight, StepPlanner
 from aserve.scheduler.policy import POLICIES
 from aserve.scheduler.sequence import Sequence, Status
 from aserve.scheduler.stats import SchedulerStats
+from aserve.scheduler.step_commit import StepCommit
 
 OBJECT_WEIGHT = 256  # a node, sequence or logprob takes as long to copy as this many tokens
 
@@ -168,8 +170,10 @@ class Scheduler:
             raise ValueError(f"step {plan.step_id} must be committed next, with one token for each sample")
         flight = self._flights.popleft()
         self._committed_step = plan.step_id
-        self._commit_chunks(flight, tokens)
-        deltas = self._commit_tokens(flight, tokens)
+        commit = StepCommit(flight, tokens, self._memory, self._planner, self._drafter, self._finish)
+        deltas = commit.run()
+        self._num_draft_tokens += commit.num_draft_tokens
+        self._num_accepted_tokens += commit.num_accepted_tokens
         self._memory.settle(plan.step_id)
         return deltas
 
@@ -204,96 +208,6 @@ class Scheduler:
             can_verify=self._drafter is not None and can_verify(params),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
-
-    def _commit_chunks(self, flight: Flight, tokens: StepTokens) -> None:
-        """Collect prompt logprobs, and publish the prompts that are complete."""
-        plan = flight.plan
-        first_chunk = len(plan.rows) - plan.num_chunks
-        sampled_place = plan.num_sampled - sum(plan.is_sampled[first_chunk:]) - 1
-        for place in range(first_chunk, len(plan.rows)):
-            seq, is_complete = flight.sequences[place], plan.is_sampled[place]
-            sampled_place += is_complete
-            if seq.status is Status.FINISHED:
-                continue
-            if seq.prompt_logprobs is not None and tokens.prompt_logprobs is not None:
-                seq.prompt_logprobs += tokens.prompt_logprobs.get(place, ())
-            if is_complete and sampled_place not in tokens.errors:
-                self._memory.publish(seq)
-
-    def _commit_tokens(self, flight: Flight, tokens: StepTokens) -> list[SequenceDelta]:
-        """Append what was sampled to each sequence, unless that has ended since the launch."""
-        plan, sequences = flight.plan, flight.sequences
-        deltas: list[SequenceDelta] = []
-        place = plan.num_decodes
-        self._commit_singles(sequences[:place], 0, tokens, deltas)
-        for seq, drafts in zip(sequences[place:], plan.drafts, strict=False):
-            self._commit_drafts(seq, drafts, place, tokens, deltas)
-            place += 1 + len(drafts)
-        first_chunk = len(sequences) - plan.num_chunks
-        chunks = compress(sequences[first_chunk:], plan.is_sampled[first_chunk:])
-        self._commit_singles(chunks, place, tokens, deltas)
-        return deltas
-
-    def _commit_singles(
-        self, sequences: Iterable[Sequence], first_place: int, tokens: StepTokens, deltas: list[SequenceDelta]
-    ) -> None:
-        """Append one token to each sequence; those of the first stand at ``first_place``."""
-        logprobs, errors, ended, sampled = tokens.logprobs, tokens.errors, tokens.ended, tokens.token_ids
-        for place, seq in enumerate(sequences, first_place):
-            if seq.status is Status.FINISHED:
-                continue
-            token_ids, token_id = seq.token_ids, sampled[place]
-            token_ids.append(token_id)
-            delta = SequenceDelta(seq.request.request_id, [token_id], seq.num_cached_tokens)
-            deltas.append(delta)
-            if logprobs is not None and (entry := logprobs[place]) is not None:
-                delta.logprobs = [entry]
-            if seq.prompt_logprobs is not None:
-                delta.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
-            is_ended = place in ended
-            if len(token_ids) >= seq.max_len or token_id in seq.stop_token_ids or is_ended or place in errors:
-                self._judge(seq, delta, errors.get(place), is_ended=is_ended)
-
-    def _commit_drafts(
-        self, seq: Sequence, drafts: list[int], place: int, tokens: StepTokens, deltas: list[SequenceDelta]
-    ) -> None:
-        """Append what was sampled as far as the drafts before it are right; the keys of the others count no longer."""
-        if seq.status is Status.FINISHED:
-            return
-        sampled = tokens.token_ids[place : place + len(drafts)]
-        is_wrong = (draft != token_id for draft, token_id in zip(drafts, sampled, strict=True))
-        num_accepted = next(compress(count(), is_wrong), len(drafts))
-        seq.num_computed -= len(drafts) - num_accepted
-        self._num_draft_tokens += len(drafts)
-        self._num_accepted_tokens += num_accepted
-        own: list[SequenceDelta] = []
-        for step in range(num_accepted + 1):
-            self._commit_singles((seq,), place + step, tokens, own)
-        deltas += join_deltas(own)
-        if seq.status is Status.VERIFYING:
-            assert self._drafter is not None, "drafts without a drafter"
-            self._drafter.learn(seq, num_accepted)
-            self._planner.resume(seq)
-
-    def _judge(self, seq: Sequence, delta: SequenceDelta, error: str | None, *, is_ended: bool) -> None:
-        """Decide whether ``seq`` ends with the token that ``delta`` carries; ``is_ended``: by its grammar."""
-        token_id = delta.token_ids[0]
-        if error is not None or len(seq.token_ids) > seq.max_len:  # no token at all, or one too many: max_tokens is 0
-            seq.token_ids.pop()
-            delta.token_ids, delta.logprobs = [], None
-            delta.error = error
-            delta.finish_reason = FinishReason.LENGTH if error is None else FinishReason.ERROR
-        elif token_id in seq.stop_token_ids and seq.num_output_tokens >= seq.params.min_tokens:
-            delta.stop_token_id = token_id
-            delta.finish_reason = FinishReason.STOP
-        elif is_ended:
-            delta.finish_reason = FinishReason.STOP
-        elif len(seq.token_ids) >= seq.max_len:
-            delta.finish_reason = FinishReason.LENGTH
-        if delta.finish_reason is not None:
-            if error is None:  # found at once by who goes on from here, though a launched step may still contain it
-                self._memory.publish(seq, len(seq.token_ids) - 1)
-            self._finish(seq, delta.finish_reason)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Forget the request; its row and pages follow when no launched step contains them."""
