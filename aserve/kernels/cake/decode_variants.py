@@ -53,5 +53,5 @@ SEVERAL_VARIANTS = (
     DecodeVariant("several-8-d256", ON_8_BIT, (256,), 64, SplitLaunch(32, 4, 4, 1)),
     DecodeVariant("several-4-d64", ON_4_BIT, (64,), 64, SplitLaunch(64, 4, 4, 2)),
     DecodeVariant("several-4-d128", ON_4_BIT, (128,), 64, SplitLaunch(64, 4, 4, 2)),
-    DecodeVariant("several-4-d256", ON_4_BIT, (256,), 64, SplitLaunch(16, 4, 4, 1)),
+    DecodeVariant("several-4-d256", ON_4_BIT, (256,), 64, SplitLaunch(32, 8, 3, 1)),
 )
