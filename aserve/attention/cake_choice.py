@@ -85,14 +85,13 @@ def _refuse(problem: AttentionProblem, choice: Choice[V]) -> str | None:
 
 
 def _variant_problem(problem: AttentionProblem, kind: AttentionKind, max_seqs: int) -> VariantProblem:
-    """Every layer may be asked for its log-sum-exp."""
     return VariantProblem(
         dtype=problem.dtype,
         kv_dtype=problem.kv_dtype,
         head_dim=kind.head_dim,
         group=kind.num_heads // kind.num_kv_heads,
         capability=problem.capability,
-        return_lse=True,
+        return_lse=problem.needs_lse,
         max_keys=min(kind.sliding_window or problem.max_model_len, problem.max_model_len),
         max_seqs=max_seqs,
     )

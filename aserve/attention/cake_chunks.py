@@ -72,6 +72,7 @@ class CakeChunks:
 
     def attend(self, call: AttentionCall, plan: ChunkPlan, kind: AttentionKind) -> None:
         """Enqueue one layer's kernels: each takes the chunks of its lengths, as it finds them on the device."""
+        self._variants[kind].check(call)
         run_prefill(call, _launch(self._variants[kind]), plan.tiles[self._tile_size(kind)])
         if plan.drafts is not None and self._drafts is not None and kind in plan.drafts.variants:
             self._drafts.attend(call, plan.drafts, kind)

@@ -124,6 +124,7 @@ class CakeDecodes:
 
     def attend(self, call: AttentionCall, plan: DecodePlan, kind: AttentionKind) -> None:
         """Enqueue one layer's kernels."""
+        plan.variants[kind].check(call)
         launch = plan.variants[kind].launch
         if launch is None:
             run_plain_decode(call)

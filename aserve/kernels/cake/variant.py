@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from aserve.kernels.cake.attention_call import AttentionCall
+
 
 @dataclass(frozen=True, slots=True)
 class Launch(ABC):
@@ -27,7 +29,7 @@ class Variant:
     head_dims: range | tuple[int, ...]
     max_group: int  # query heads of a KV head, for each query of a sequence where there are several
     launch: Launch | None  # where no file has another for the GPU; None if there is nothing to choose
-    writes_lse: bool = True
+    writes_lse: bool = True  # of the calls that want it
     max_keys: int | None = None  # that a query sees: of its window, or as many as a sequence may have
     max_seqs: int | None = None  # of a step
 
@@ -35,3 +37,8 @@ class Variant:
     def is_exact(self) -> bool:
         """Whether it serves some steps or lengths only."""
         return self.max_keys is not None or self.max_seqs is not None
+
+    def check(self, call: AttentionCall) -> None:
+        """Raise ValueError if ``call`` wants what the row does not write; the selector was not told of it then."""
+        if call.lse is not None and not self.writes_lse:
+            raise ValueError(f"return_lse: {self.name} leaves no log-sum-exp, and the problem does not say needs_lse")
