@@ -16,6 +16,7 @@ from aserve.kernels.nvfp4 import NVFP4, BlockScales
 LseBase = Literal["e", "2"]
 Phase = Literal["prefill", "decode"]  # chunks of prompts, or one token of each sequence
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
+DecodeOrder = Literal["longest first", "long and short"]  # by the keys of sequences; the latter takes them in turn
 KVOrder = Literal["NHD", "HND"]  # what follows what in a page's memory: token, head, element or head, token, element
 
 
@@ -187,6 +188,7 @@ class AttentionBackend(ABC):
     lse_base: LseBase
     kv_order: KVOrder = "NHD"  # the pool is allocated so
     reads_any_order: bool = False  # the other one too, for the sake of a backend that it is paired with
+    decode_order: DecodeOrder = "longest first"  # since blocks start in order, and the last should be quick to end
     offset_bits: int = 64  # width of element offsets into one layer's pages; checked against the pool's size
 
     def __init__(self, problem: AttentionProblem, device: torch.device, phases: tuple[Phase, ...] = PHASES) -> None:

@@ -13,6 +13,7 @@ from aserve.attention.base import (
     AttentionProblem,
     AttentionSpec,
     CaptureShape,
+    DecodeOrder,
     LayerKV,
     LseBase,
     Phase,
@@ -49,6 +50,7 @@ class CakeBackend(AttentionBackend):
     name = "cake"
     lse_base: LseBase = "e"
     reads_any_order = True
+    decode_order: DecodeOrder = "long and short"  # so that no share of programs has more sequences than others
 
     def __init__(self, problem: AttentionProblem, device: torch.device, phases: tuple[Phase, ...] = PHASES) -> None:
         super().__init__(problem, device, phases)

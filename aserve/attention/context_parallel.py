@@ -78,6 +78,7 @@ class ContextParallelBackend(AttentionBackend):
         super().__init__(replace(problem, page_size=inner.problem.page_size * shard.size), inner.device)
         self.name = inner.name
         self.kv_order = inner.kv_order
+        self.decode_order = inner.decode_order
         self.offset_bits = inner.offset_bits
         self._inner = inner
         self._shard = shard

@@ -50,6 +50,7 @@ class HybridBackend(AttentionBackend):
             )
         super().__init__(decode.problem, decode.device)
         self.kv_order = prefill.kv_order if decode.reads_any_order else decode.kv_order
+        self.decode_order = decode.decode_order
         self.offset_bits = min(prefill.offset_bits, decode.offset_bits)
         self._prefill = prefill
         self._decode = decode

@@ -108,6 +108,18 @@ def test_decodes_with_most_keys_stand_first_and_samples_keep_the_order_of_the_pl
     assert arrays.sampled_positions[:5].tolist() == [5, 10, 5, 21, 0]
 
 
+@pytest.mark.parametrize(("count", "rows"), [(1, [0]), (4, [3, 0, 1, 2]), (5, [3, 0, 1, 2, 4])])
+def test_long_and_short_decodes_in_turn_where_the_backend_wants_that(count: int, rows: list[int]) -> None:
+    arrays = dirty_arrays()
+    computed = [4, 9, 5, 20, 7][:count]
+    plan = plan_of([(row, num_computed, 1, True) for row, num_computed in enumerate(computed)], count)
+    lens, sampled = StepFiller(ROWS, "long and short").fill(arrays, plan, decode_shape(ROWS), ROWS)
+    assert arrays.rows[:count].tolist() == rows
+    assert lens.key_lens.tolist() == [computed[row] + 1 for row in rows] + [1] * (ROWS - count)
+    assert sampled.rows.tolist() == list(range(count))
+    assert arrays.sampled_tokens[:count].tolist() == [rows.index(row) for row in range(count)]
+
+
 @pytest.mark.parametrize("shard", [ContextShard(), ContextShard(0, 2), ContextShard(3, 4)])
 @pytest.mark.parametrize("shape", [CaptureShape(16, 4, 3), exact_shape(MIXED)])
 def test_the_kernel_finds_every_token_where_the_tables_say(shape: CaptureShape, shard: ContextShard) -> None:

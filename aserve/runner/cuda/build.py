@@ -64,7 +64,7 @@ class CudaAssembly:
             parts.max_num_seqs + 1, shape.vocab_size, eos_token_ids, parts.device, self._upload, picker, compiler
         )
         slots = UploadSlots(layout, SPARE_WORDS, parts.device, self._compute)
-        self._staging = Staging(slots, layout, self._state, self._sampler)
+        self._staging = Staging(slots, layout, self._state, self._sampler, parts.backend.decode_order)
         self._sampler.reserve()
         self._head = Head(parts.model, self._state, picker)
         self._sizes = GraphSizes.choose(

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aserve.attention.base import CaptureShape, StepLens
+from aserve.attention.base import CaptureShape, DecodeOrder, StepLens
 from aserve.runner.cuda.device_state import DeviceState
 from aserve.runner.cuda.step_arrays import ArrayLayout, StepFiller, StepRows
 from aserve.runner.cuda.streams import UploadSlot, UploadSlots
@@ -29,12 +29,19 @@ class StagedStep:
 class Staging:
     """Fills the slots; all device work it enqueues is on the current stream, after the upload."""
 
-    def __init__(self, slots: UploadSlots, layout: ArrayLayout, state: DeviceState, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        slots: UploadSlots,
+        layout: ArrayLayout,
+        state: DeviceState,
+        sampler: Sampler,
+        decode_order: DecodeOrder = "longest first",
+    ) -> None:
         self._slots = slots
         self._layout = layout
         self._state = state
         self._sampler = sampler
-        self._filler = StepFiller(layout.max_num_seqs)
+        self._filler = StepFiller(layout.max_num_seqs, decode_order)
 
     def send(self, plan: StepPlan, shape: CaptureShape, head_size: int) -> StagedStep:
         """Bring the inputs of ``plan``, padded to ``shape`` and ``head_size`` samples, to the device."""

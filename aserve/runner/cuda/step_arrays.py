@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aserve.attention.base import CaptureShape, StepLens
+from aserve.attention.base import CaptureShape, DecodeOrder, StepLens
 from aserve.runner.cuda.sizes import MAX_CHUNKS
 from aserve.runner.verification import sampled_places
 from aserve.scheduler.plan import StepPlan
@@ -69,13 +69,10 @@ class StepRows:
 
 
 class StepFiller:
-    """Lays plans out for rows ``0 .. max_num_seqs - 1``; the dummy row comes after these.
+    """Lays plans out for rows ``0 .. max_num_seqs - 1``, decodes in an order; the dummy row comes after these."""
 
-    Decodes stand in the order of their keys, most first: thread blocks start in order, and the last to start should be
-    the quickest to end.
-    """
-
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, decode_order: DecodeOrder = "longest first") -> None:
+        self._decode_order = decode_order
         self._dummy_row = max_num_seqs
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
 
@@ -88,7 +85,7 @@ class StepFiller:
         rows, key_lens = np.array(plan.rows, np.int32), np.array(plan.num_computed, np.int32)
         tokens = np.empty(num_seqs, np.int32)  # the last token of each sequence, in plan order
         key_lens[:num_decodes] += 1
-        order = np.argsort(-key_lens[:num_decodes], kind="stable")
+        order = self._order(key_lens[:num_decodes])
         tokens[order] = self._counting[:num_decodes]
         self._fill_decodes(arrays, rows[order], key_lens[order], shape.num_decodes)
         places, num_behind = slice(0, num_decodes), 0  # type: Any, Any
@@ -108,6 +105,14 @@ class StepFiller:
         sampled = StepRows(rows[places].astype(np.int64), key_lens[places].astype(np.int64) - num_behind)
         self._fill_sampled(arrays, sampled, tokens[places] - num_behind, num_sampled)
         return StepLens(arrays.key_lens[:end], arrays.cu_chunk_lens[: shape.num_chunks + 1]), sampled
+
+    def _order(self, key_lens: NDArray[np.int32]) -> NDArray[np.int64]:
+        order = np.argsort(-key_lens, kind="stable")
+        if self._decode_order == "longest first":
+            return order
+        mixed, num_long = np.empty_like(order), (len(order) + 1) // 2
+        mixed[0::2], mixed[1::2] = order[:num_long], order[num_long:][::-1]
+        return mixed
 
     def _fill_decodes(self, arrays: Fields, rows: NDArray[np.int32], key_lens: NDArray[np.int32], border: int) -> None:
         count = len(rows)
