@@ -54,6 +54,63 @@ _GPT_OSS = {
     "vocab_size": 201088,
 }
 
+_GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "vocab_size": 256000,
+}
+
+_GEMMA3 = {  # what stands in "text_config" of a published one, or is the default where that says nothing
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "attention_bias": False,
+    "bos_token_id": 2,
+    "eos_token_id": [1, 106],
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "rope_theta": 1000000.0,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+    "vocab_size": DEFAULT_VOCAB_SIZES["gemma3_text"],
+}
+
+_PHI3 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
+
 BUILTIN_MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _QWEN3
     | {
@@ -144,12 +201,55 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vocab_size": 128256,
     },
+    "gemma-2-9b": _GEMMA2
+    | {
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 8,
+    },
+    "gemma-3-4b": _GEMMA3
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 4,
+    },
+    "gemma-3-12b": _GEMMA3
+    | {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+    },
+    "Phi-3-mini-4k": _PHI3
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+    },
+    "Phi-3-medium-4k": _PHI3
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17920,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 10,
+    },
 }
 
 
 def find_builtin(model: str) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the name and config of the built-in model that ``model`` names in any case, with or without "org/"."""
-    wanted = model.rpartition("/")[2].lower()
+    """Return the name and config of the built-in model that ``model`` names in any case, with or without "org/".
+
+    The name may end as those of tunings for chats do, which change no shape.
+    """
+    wanted = model.rpartition("/")[2].lower().removesuffix("-instruct").removesuffix("-it")
     return next(((name, config) for name, config in BUILTIN_MODELS.items() if name.lower() == wanted), None)
 
 

@@ -12,6 +12,8 @@ from aserve.models.config import DecoderConfig
 from aserve.models.decoder import Decoder
 from aserve.quantization.unquantized import Unquantized
 
+VISION_TOWER = 416_866_032  # of Gemma 3, which runs without; its projection and norm are rows of 1152
+
 # Parameters as the model cards' safetensors say; Qwen3-0.6B without the copy of its tied head.
 PARAMETERS = {
     "Qwen3-0.6B": 596_049_920,
@@ -22,6 +24,11 @@ PARAMETERS = {
     "Mixtral-8x7B": 46_702_792_704,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-3-4b": 4_300_079_472 - VISION_TOWER - 1152 * (2560 + 1),
+    "gemma-3-12b": 12_187_325_040 - VISION_TOWER - 1152 * (3840 + 1),
+    "Phi-3-mini-4k": 3_821_079_552,
+    "Phi-3-medium-4k": 13_960_238_080,
 }
 
 
@@ -51,13 +58,38 @@ def test_the_rope_of_llama_is_the_scaled_one() -> None:
     assert (rope.scaling, rope.theta, rope.factor, rope.original_context_len) == ("llama3", 500000.0, 8.0, 8192)
 
 
-@pytest.mark.parametrize("spelling", ["Qwen3-8B", "qwen3-8b", "Qwen/Qwen3-8B"])
-def test_a_name_is_found_with_its_organisation_and_in_any_case(spelling: str) -> None:
+def test_gemma_and_phi_attend_as_published() -> None:
+    """Every other layer of Gemma 2 has a window, five of six of Gemma 3, all of Phi-3."""
+    gemma2, gemma3, phi3 = (
+        DecoderConfig.from_hf(BUILTIN_MODELS[name]) for name in ("gemma-2-9b", "gemma-3-4b", "Phi-3-mini-4k")
+    )
+    assert gemma2.sliding_windows == (4096, None) * 21
+    assert gemma3.sliding_windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4
+    assert phi3.sliding_windows == (2047,) * 32
+    assert (gemma2.attention_softcap, gemma2.logits_softcap, gemma2.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert (gemma3.rope.scaling, gemma3.rope.factor, gemma3.rope.theta) == ("linear", 8.0, 1e6)
+    assert gemma3.local_rope is not None
+    assert gemma3.local_rope.theta == 1e4
+    assert (phi3.head_dim, phi3.num_kv_heads) == (96, 32)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("Qwen3-8B", "Qwen3-8B"),
+        ("qwen3-8b", "Qwen3-8B"),
+        ("Qwen/Qwen3-8B", "Qwen3-8B"),
+        ("google/gemma-3-4b-it", "gemma-3-4b"),
+        ("microsoft/Phi-3-mini-4k-instruct", "Phi-3-mini-4k"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
+    ],
+)
+def test_a_name_is_found_with_its_organisation_in_any_case_and_for_chats(spelling: str, name: str) -> None:
     found = find_builtin(spelling)
     assert found is not None
-    assert found[0] == "Qwen3-8B"
+    assert found[0] == name
 
 
-@pytest.mark.parametrize("spelling", ["", "Qwen3", "Qwen3-8B/", "Qwen3-8B-Base"])
+@pytest.mark.parametrize("spelling", ["", "-it", "Qwen3", "Qwen3-8B/", "Qwen3-8B-Base", "gemma-3-1b-it"])
 def test_other_names_are_not_guessed_at(spelling: str) -> None:
     assert find_builtin(spelling) is None
