@@ -41,10 +41,11 @@ def edges(is_exact: bool) -> list[Edge]:
     for row in DECODE_VARIANTS[:-1]:
         if (row.max_keys is not None or row.max_seqs is not None or row.head_dims == (512,)) != is_exact:
             continue
-        for dtypes, group in itertools.product(row.dtypes, (1, row.max_group)):
+        head_dims = sorted({row.head_dims[0], row.head_dims[-1]})
+        for dtypes, group, head_dim in itertools.product(row.dtypes, (1, row.max_group), head_dims):
             for window in (1, row.max_keys) if row.max_keys else (None,):
                 key_lens = WINDOW_LENS if window else LENS[: row.max_seqs]
-                found.append(Edge(row.name, dtypes, row.head_dims[0], group, window, key_lens))
+                found.append(Edge(row.name, dtypes, head_dim, group, window, key_lens))
                 if row.max_seqs:
                     found.append(replace(found[-1], key_lens=LENS[-1:]))
     return found

@@ -29,6 +29,7 @@ from aserve.kernels.nvfp4 import element_bytes
 
 CPU = torch.device("cpu")
 GROUP = 4
+STEPS = ((16, 64, 0), (1, 1, 1), (5, 33, 3))  # sequences, columns of the table, elements before the tables
 
 
 def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -51,12 +52,19 @@ def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: An
 
 
 def compile_variant(
-    variant: DecodeVariant, num_seqs: int, width: int, *, first: int, is_full: bool, group: int = GROUP
+    variant: DecodeVariant,
+    num_seqs: int,
+    width: int,
+    *,
+    first: int,
+    is_full: bool,
+    group: int = GROUP,
+    head_dim: int | None = None,
 ) -> None:
     """As a captured or eager step of ``num_seqs`` sequences would; ``first`` moves the tables by some elements."""
     dtype, kv_dtype = variant.dtypes[-1]
     place.update(variant=variant.name, group=group)
-    head_dim, num_kv_heads = variant.head_dims[-1], 2
+    head_dim, num_kv_heads = head_dim or variant.head_dims[-1], 2
     q = torch.empty(num_seqs, num_kv_heads * group, head_dim, dtype=dtype)
     table = torch.zeros(num_seqs + 1, width, dtype=torch.int32)
     lens = torch.ones(num_seqs + first, dtype=torch.int32)[first:]
@@ -87,11 +95,14 @@ def compile_variant(
 
 
 def compile_steps() -> None:
-    """Of all rows."""
+    """Of all rows, of those for several sizes of heads for the least too."""
     for row in DECODE_VARIANTS:
-        for is_full in (False, True) if row.head_dims == (128,) and row.max_keys is None else (True,):
-            for num_seqs, width, first in ((16, 64, 0), (1, 1, 1), (5, 33, 3)):
+        for is_full in (False, True) if row.head_dims[-1] == 128 and row.max_keys is None else (True,):
+            for num_seqs, width, first in STEPS:
                 compile_variant(row, num_seqs, width, first=first, is_full=is_full)
+        if len(row.head_dims) > 1 and row.launch is not None:
+            for num_seqs, width, first in STEPS:
+                compile_variant(row, num_seqs, width, first=first, is_full=True, head_dim=row.head_dims[0])
 
 
 def compile_edges(capability: tuple[int, int]) -> None:

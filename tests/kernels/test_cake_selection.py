@@ -32,7 +32,14 @@ CHOICES: list[tuple[dict[str, Any], str | None]] = [
     ({"head_dim": 64, "max_keys": 128, "kv_dtype": FP8}, "decode-8-d64"),
     ({"group": 64}, "decode-16-d128"),
     ({"group": 65}, "decode-plain"),
-    ({"head_dim": 80}, "decode-plain"),
+    ({"head_dim": 80}, "decode-16-d128"),
+    ({"head_dim": 96}, "decode-16-d128"),
+    ({"head_dim": 112, "kv_dtype": FP8}, "decode-8-d128"),
+    ({"head_dim": 96, "max_keys": 128, "group": 1}, "decode-16-d128-short"),
+    ({"head_dim": 72}, "decode-plain"),
+    ({"head_dim": 88}, "decode-plain"),
+    ({"head_dim": 120}, "decode-plain"),
+    ({"head_dim": 144}, "decode-plain"),
     ({"head_dim": 512}, "decode-16-d512"),
     ({"head_dim": 512, "group": 16}, "decode-16-d512"),
     ({"head_dim": 512, "group": 17}, "decode-plain"),
@@ -53,7 +60,7 @@ CHOICES: list[tuple[dict[str, Any], str | None]] = [
     ({"kv_dtype": FP8, "capability": (8, 0)}, None),
     ({"kv_dtype": NVFP4}, "decode-4-d128"),
     ({"dtype": HALF, "kv_dtype": NVFP4, "head_dim": 64}, "decode-4-d64"),
-    ({"kv_dtype": NVFP4, "head_dim": 96}, "decode-plain"),
+    ({"kv_dtype": NVFP4, "head_dim": 96}, "decode-4-d128"),
     ({"kv_dtype": NVFP4, "head_dim": 80}, None),
     ({"kv_dtype": NVFP4, "capability": (8, 0)}, None),
 ]
@@ -70,7 +77,7 @@ def test_choices(change: dict[str, Any], expected: str | None) -> None:
 
 REASONS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": FP32, "kv_dtype": FP32}, "it does not read float32 with queries in float32"),
-    ({"head_dim": 80}, "it knows head_dim 128, not 80"),
+    ({"head_dim": 72}, "it knows head_dim 80, 96, 112, 128, not 72"),
     ({"group": 65}, "it serves up to 64 heads per KV head, not 65"),
     (
         {"group": 64, "capability": (12, 0)},

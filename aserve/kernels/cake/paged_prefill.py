@@ -3,8 +3,9 @@
 from aserve.kernels.cake.attention_call import AttentionCall
 from aserve.kernels.cake.factors import factor_dtype
 from aserve.kernels.cake.prefill_kernel import paged_prefill
-from aserve.kernels.cake.prefill_launch import PrefillLaunch, row_width
+from aserve.kernels.cake.prefill_launch import PrefillLaunch
 from aserve.kernels.cake.prefill_tiles import PrefillTiles
+from aserve.kernels.cake.variant import row_width
 
 
 def run_prefill(call: AttentionCall, launch: PrefillLaunch, tiles: PrefillTiles) -> None:

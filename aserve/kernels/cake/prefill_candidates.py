@@ -4,8 +4,9 @@ from itertools import product
 
 from aserve.kernels.cake.architectures import SHARED_BYTES
 from aserve.kernels.cake.prefill_case import GROUP, ChunkSize
-from aserve.kernels.cake.prefill_launch import PrefillLaunch, row_width
+from aserve.kernels.cake.prefill_launch import PrefillLaunch
 from aserve.kernels.cake.prefill_variants import PrefillVariant
+from aserve.kernels.cake.variant import row_width
 from aserve.kernels.nvfp4 import element_bytes
 
 MAX_SUMS = 160  # that a thread keeps

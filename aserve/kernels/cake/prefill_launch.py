@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-from aserve.kernels.cake.variant import Launch
-
-MIN_WIDTH = 16  # elements of a head that a matrix product has at least
+from aserve.kernels.cake.variant import Launch, row_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +24,3 @@ class PrefillLaunch(Launch):
 
 
 PLAIN_LAUNCH = PrefillLaunch(tile_rows=16, block_len=16, num_warps=4, num_stages=1)
-
-
-def row_width(head_dim: int) -> int:
-    """Return the elements that the kernel gives to a head."""
-    return max(MIN_WIDTH, 1 << (head_dim - 1).bit_length())

@@ -10,6 +10,7 @@ from aserve.kernels.cake.decode_schedule import UNBOUNDED, DecodeSchedule
 from aserve.kernels.cake.factors import factor_dtype
 from aserve.kernels.cake.split_decode_kernels import merge_decode, split_decode
 from aserve.kernels.cake.split_launch import SplitLaunch, tile_rows
+from aserve.kernels.cake.variant import row_width
 from aserve.kernels.gpu.launch import can_overlap, launch_options
 
 MERGED_ELEMENTS = 8192  # of partial results, that the merge reads at once
@@ -39,6 +40,7 @@ def run_split_decode(
 ) -> None:
     """Enqueue both kernels; ``schedule`` is filled for the call's lengths, window and KV heads and for the launch."""
     head_dim = call.q.shape[2]
+    width = row_width(head_dim)
     call = replace(call, pages=call.pages.in_words())
     rules, pages, batch = call.rules, call.pages, call.batch
     num_programs, group, max_queries = len(schedule.first_seqs), call.group, schedule.max_queries
@@ -74,6 +76,7 @@ def run_split_decode(
         pages.value_scale,
         NUM_KV_HEADS=call.num_kv_heads,
         **call.constants,
+        WIDTH=width,
         QUERIES=max_queries,
         TILE_ROWS=tile_rows(num_rows),
         BLOCK_LEN=launch.block_len,
@@ -105,8 +108,9 @@ def run_split_decode(
         WRITES_LSE=call.lse is not None,
         HAS_HEAD_SCALES=call.has_head_scales,
         PER_WORD=pages.per_word,
+        WIDTH=width,
         QUERIES=max_queries,
-        SPLIT_BLOCK=max(MERGED_ELEMENTS // head_dim, 1),
+        SPLIT_BLOCK=max(MERGED_ELEMENTS // width, 1),
         MIN_UNITS=launch.min_units,
         OVERLAP=overlap,
         num_warps=4,

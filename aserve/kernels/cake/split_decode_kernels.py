@@ -69,6 +69,7 @@ def split_decode(
     WRITES_LSE: tl.constexpr,
     HAS_HEAD_SCALES: tl.constexpr,
     PER_WORD: tl.constexpr,
+    WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
@@ -84,7 +85,7 @@ def split_decode(
     unit = find_first_unit(program, total, tl.num_programs(0), MIN_UNITS)
     stop = find_first_unit(program + 1, total, tl.num_programs(0), MIN_UNITS)
     seq = tl.load(first_seqs + program)
-    elements = find_channels(HEAD_DIM, PER_WORD)
+    elements = find_channels(WIDTH, PER_WORD)
     while unit < stop:
         if QUERIES > 1:  # a sequence may have no query, or more than are served here
             seq = skip_empty(seq, starts)
@@ -99,21 +100,22 @@ def split_decode(
             )
             first = tl.maximum(key_len - (num_queries - 1) - window, 0) + block * BLOCK_LEN
             query_offsets = (places * Q_STRIDE + heads * HEAD_DIM)[:, None] + elements[None, :]
-            queries = tl.load(q + token * Q_STRIDE + query_offsets, mask=is_row[:, None], other=0.0)
+            is_inside = _mask_channels(is_row, elements, HEAD_DIM, WIDTH)
+            queries = tl.load(q + token * Q_STRIDE + query_offsets, mask=is_inside, other=0.0)
             queries = to_factors(queries, FACTOR)
             table_row = page_table + tl.load(rows + seq).to(tl.int64) * table_stride
 
             head_scale = scale * load_scale(key_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)
             greatest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
             denominator = tl.zeros([TILE_ROWS], tl.float32)
-            output = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+            output = tl.zeros([TILE_ROWS, WIDTH], tl.float32)
             for i in range(0, count):
                 positions = first + i * BLOCK_LEN + tl.arange(0, BLOCK_LEN)
                 is_key = positions < key_len
                 offsets = find_offsets(
                     table_row, positions, is_key, kv_head, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE
                 )
-                block_keys = load_block(keys, key_blocks, offsets, is_key, HEAD_DIM, HEAD_DIM, PER_WORD, FACTOR)
+                block_keys = load_block(keys, key_blocks, offsets, is_key, HEAD_DIM, WIDTH, PER_WORD, FACTOR)
                 products = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
                 scores = scale_scores(products, head_scale, softcap, HAS_SOFTCAP)
                 is_seen = is_key[None, :]
@@ -128,7 +130,7 @@ def split_decode(
                 kept = tl.exp2(greatest - offset)
                 weights = tl.exp2(scores - offset[:, None])
                 denominator = denominator * kept + tl.sum(weights, 1)
-                block_values = load_block(values, value_blocks, offsets, is_key, HEAD_DIM, HEAD_DIM, PER_WORD, FACTOR)
+                block_values = load_block(values, value_blocks, offsets, is_key, HEAD_DIM, WIDTH, PER_WORD, FACTOR)
                 output = tl.dot(weights.to(FACTOR), block_values, output * kept[:, None], input_precision="ieee")
                 greatest = new_greatest
 
@@ -143,17 +145,28 @@ def split_decode(
                 first_row = token * (NUM_KV_HEADS * GROUP)
                 out_rows = places * (NUM_KV_HEADS * GROUP) + heads
                 outputs = out + first_row * HEAD_DIM + out_rows[:, None] * HEAD_DIM + elements[None, :]
-                tl.store(outputs, output.to(out.dtype.element_ty), mask=is_row[:, None])
+                is_inside = _mask_channels(is_row, elements, HEAD_DIM, WIDTH)
+                tl.store(outputs, output.to(out.dtype.element_ty), mask=is_inside)
                 if WRITES_LSE:
                     tl.store(lse + first_row + out_rows, (greatest + tl.log2(denominator)) * LN_2, mask=is_row)
             else:
                 partial_rows = (program * 2 + (block == 0).to(tl.int32)) * (QUERIES * GROUP) + tl.arange(0, TILE_ROWS)
                 partial = partial_outs + partial_rows[:, None] * HEAD_DIM + elements[None, :]
-                tl.store(partial, output / denominator[:, None], mask=is_row[:, None])
+                is_inside = _mask_channels(is_row, elements, HEAD_DIM, WIDTH)
+                tl.store(partial, output / denominator[:, None], mask=is_inside)
                 tl.store(partial_lses + partial_rows, greatest + tl.log2(denominator), mask=is_row)
         unit += taken
         if (place + taken == num_units) & (kv_head == NUM_KV_HEADS - 1):
             seq += 1
+
+
+@triton.jit
+def _mask_channels(is_row, channels, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Return which channels of rows there are, [L, WIDTH], or [L, 1] for heads that fill their width."""
+    if HEAD_DIM == WIDTH:
+        return is_row[:, None]
+    else:
+        return is_row[:, None] & (channels < HEAD_DIM)[None, :]
 
 
 @triton.jit
@@ -189,6 +202,7 @@ def merge_decode(
     WRITES_LSE: tl.constexpr,
     HAS_HEAD_SCALES: tl.constexpr,
     PER_WORD: tl.constexpr,
+    WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     MIN_UNITS: tl.constexpr,
@@ -212,7 +226,7 @@ def merge_decode(
             is_query = token < tl.load(cu_query_lens + seq + 1)
         if is_query:
             greatest, denominator, output = _merge_parts(
-                partial_outs, partial_lses, first, last, row, QUERIES * GROUP, HEAD_DIM, SPLIT_BLOCK, QUERIES
+                partial_outs, partial_lses, first, last, row, QUERIES * GROUP, HEAD_DIM, WIDTH, SPLIT_BLOCK, QUERIES
             )
             heads = kv_head * GROUP + row % GROUP + tl.zeros([1], tl.int32)
             if HAS_SINKS:
@@ -220,7 +234,9 @@ def merge_decode(
                 output *= kept
             output *= load_scale(value_scale, kv_head, HAS_HEAD_SCALES, PER_WORD) / denominator
             rows = token.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
-            tl.store(out + rows * HEAD_DIM + tl.arange(0, HEAD_DIM), output.to(out.dtype.element_ty))
+            elements = tl.arange(0, WIDTH)
+            is_inside = elements < HEAD_DIM if HEAD_DIM < WIDTH else None
+            tl.store(out + rows * HEAD_DIM + elements, output.to(out.dtype.element_ty), mask=is_inside)
             if WRITES_LSE:
                 tl.store(lse + rows, (greatest + tl.log2(denominator)) * LN_2)
 
@@ -262,23 +278,26 @@ def _merge_parts(
     row,
     NUM_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """Return the greatest score and the denominator, [1] each, and the output [D] of a row of all partial results."""
-    elements = tl.arange(0, HEAD_DIM)
+    """Return the greatest score and the denominator, [1] each, and the output of a row of all partial results.
+
+    The output is [WIDTH], with zeros past HEAD_DIM.
+    """
+    elements = tl.arange(0, WIDTH)
     greatest = tl.full([1], float("-inf"), tl.float32)
     denominator = tl.zeros([1], tl.float32)
-    output = tl.zeros([HEAD_DIM], tl.float32)
+    output = tl.zeros([WIDTH], tl.float32)
     base = first
     while base <= last:
         programs = base + tl.arange(0, SPLIT_BLOCK)
         is_part = programs <= last
         offsets = (programs * 2 + (programs == first).to(tl.int32)) * NUM_ROWS + row
         lses = tl.load(partial_lses + offsets, mask=is_part, other=float("-inf"))
-        outputs = tl.load(
-            partial_outs + offsets[:, None] * HEAD_DIM + elements[None, :], mask=is_part[:, None], other=0.0
-        )
+        is_inside = _mask_channels(is_part, elements, HEAD_DIM, WIDTH)
+        outputs = tl.load(partial_outs + offsets[:, None] * HEAD_DIM + elements[None, :], mask=is_inside, other=0.0)
         new_greatest = tl.maximum(greatest, tl.max(lses, 0))
         offset = new_greatest
         if QUERIES > 1:

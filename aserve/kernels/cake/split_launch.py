@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from aserve.kernels.cake.variant import Launch
+from aserve.kernels.cake.variant import Launch, row_width
 
 MIN_UNITS = 2  # blocks that are worth a program of their own
 MIN_TILE_ROWS = 16  # rows that a matrix product has at least
@@ -21,12 +21,12 @@ class SplitLaunch(Launch):
 
     def shared_bytes(self, head_dim: int, group: int, kv_bytes: float) -> int:
         """Return the shared memory that a program takes at most, with keys of ``kv_bytes`` an element."""
-        tile = tile_rows(group)
-        block = self.block_len * head_dim
+        tile, width = tile_rows(group), row_width(head_dim)
+        block = self.block_len * width
         copies = int(max(self.num_stages - 1, 2) * block * kv_bytes)  # of keys and values in turn
         unpacked = 2 * block if kv_bytes <= 1 else 0  # values, as 16 bits
         # Operands are rearranged by way of shared memory; products of a warp group also take theirs from there.
-        operands = tile * (head_dim + self.block_len) * (4 if tile >= WARP_GROUP_ROWS else 2)
+        operands = tile * (width + self.block_len) * (4 if tile >= WARP_GROUP_ROWS else 2)
         return copies + unpacked + operands + 8 * self.block_len + 512
 
 

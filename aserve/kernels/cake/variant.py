@@ -7,6 +7,8 @@ import torch
 
 from aserve.kernels.cake.attention_call import AttentionCall
 
+MIN_WIDTH = 16  # elements of a head that a matrix product has at least
+
 
 @dataclass(frozen=True, slots=True)
 class Launch(ABC):
@@ -42,3 +44,8 @@ class Variant:
         """Raise ValueError if ``call`` wants what the row does not write; the selector was not told of it then."""
         if call.lse is not None and not self.writes_lse:
             raise ValueError(f"return_lse: {self.name} leaves no log-sum-exp, and the problem does not say needs_lse")
+
+
+def row_width(head_dim: int) -> int:
+    """Return the elements that a kernel gives to a head, which are masked past ``head_dim``."""
+    return max(MIN_WIDTH, 1 << (head_dim - 1).bit_length())
