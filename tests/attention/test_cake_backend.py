@@ -258,7 +258,7 @@ def test_chunks_that_verify_drafts_are_computed_with_their_keys_split() -> None:
 
 
 def test_drafts_of_layers_that_no_variant_serves_are_computed_as_all_chunks() -> None:
-    spec = make_spec(4, 2, 80)
+    spec = make_spec(4, 2, 72)
     backend = make_backend(spec, max_drafts=3)
     case = mixed(spec, [9], [(4, 50), (20, 33)])
     plan = backend.plan(case.batch)
@@ -321,19 +321,19 @@ def test_a_half_plans_nothing_else() -> None:
 
 def test_the_choice_is_logged_with_its_reasons(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    make_backend(make_spec(4, 2, 128), make_spec(4, 2, 80))
+    make_backend(make_spec(4, 2, 128), make_spec(4, 2, 72))
     first, second, third, fourth = (record.getMessage() for record in caplog.records)
     assert first == (
         "cake: decode-16-d128 for head_dim 128, up to 8 sequences (decode-16-d64-short, decode-16-d64: it knows "
         "head_dim 64, not 128; decode-16-d128-short: it serves queries that see 128 keys at most, not 8192)"
     )
     assert second.startswith(
-        "cake: decode-plain for head_dim 80, up to 8 sequences (decode-16-d64-short, decode-16-d64: it knows head_dim "
+        "cake: decode-plain for head_dim 72, up to 8 sequences (decode-16-d64-short, decode-16-d64: it knows head_dim "
     )
     assert (
         third == "cake: prefill-16-d128 for chunks, head_dim 128 (prefill-16-d64: it knows head_dim 1 to 64, not 128)"
     )
-    assert fourth == "cake: prefill-16-d128 for chunks, head_dim 80 (prefill-16-d64: it knows head_dim 1 to 64, not 80)"
+    assert fourth == "cake: prefill-16-d128 for chunks, head_dim 72 (prefill-16-d64: it knows head_dim 1 to 64, not 72)"
 
 
 REFUSALS: list[tuple[dict[str, Any], Phase, str]] = [

@@ -248,7 +248,7 @@ CAKE_OPTIONS: list[dict[str, Any]] = [{}, {"sliding_window": 100}, {"softcap": 5
 
 
 @pytest.mark.parametrize("option", CAKE_OPTIONS, ids=["sinks", "sinks and window", "sinks and cap"])
-@pytest.mark.parametrize(("num_heads", "head_dim"), [(64, 64), (32, 128), (8, 256), (40, 80)])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(64, 64), (32, 128), (8, 256), (40, 80), (8, 96)])
 def test_sinks_of_cake(num_heads: int, head_dim: int, option: dict[str, Any]) -> None:
     sinks = torch.linspace(-4, 8, num_heads, device="cuda")
     spec = make_spec(num_heads, 8, head_dim, sinks=sinks, **option)

@@ -61,9 +61,9 @@ def test_any_number_of_programs_gives_the_same(num_programs: int) -> None:
     check(call, case, spec)
 
 
-@pytest.mark.parametrize(("group", "max_queries"), [(1, 2), (5, 8)])
-def test_groups_and_most_queries(group: int, max_queries: int) -> None:
-    spec = make_spec(group, 1, 64)
+@pytest.mark.parametrize(("group", "max_queries", "head_dim"), [(1, 2, 96), (5, 8, 64)])
+def test_groups_and_most_queries(group: int, max_queries: int, head_dim: int) -> None:
+    spec = make_spec(group, 1, head_dim)
     case = chunks(spec, [(max_queries, 35), (max_queries - 1, 20)], page_size=3)
     call = make_call(case, spec)
     run(call, max_queries=max_queries)
