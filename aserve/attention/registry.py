@@ -11,7 +11,6 @@ from aserve.attention.hybrid import HybridBackend
 from aserve.errors import ConfigError
 from aserve.kernels.cake.tables import variant_names
 from aserve.kernels.cpu import library
-from aserve.kernels.nvfp4 import NVFP4
 from aserve.registry import Entry, Registry
 
 logger = logging.getLogger(__name__)
@@ -38,8 +37,8 @@ PREFERENCES = {  # what "auto" tries, best first, by the device's type or, on CU
     "cuda 10.0": ("trtllm", "fi", "torch"),
     "cuda 10.3": ("trtllm", "fi", "torch"),
 }
-SINK_PREFERENCES = ("fa,cake", "cake")  # on CUDA, for layers with sinks, before "torch", which comes last
-NVFP4_PREFERENCES = ("cake",)  # the same for pages of nvfp4, which only these two read
+OWN_PREFERENCES = ("cake",)  # on CUDA before "torch", which comes last: for what the libraries do not serve
+SINK_PREFERENCES = ("fa,cake", "cake")  # the same for layers with sinks
 PAGE_SIZES = (16, 32, 64, 128, 256)  # tried in this order if the size is free
 
 
@@ -176,12 +175,8 @@ def preferences(problem: AttentionProblem) -> tuple[str, ...]:
     usual = PREFERENCES.get(_describe(problem), PREFERENCES[problem.device_type])
     if problem.device_type != "cuda":
         return usual
-    special: tuple[str, ...] = ()
-    if problem.kv_dtype == NVFP4:
-        special = NVFP4_PREFERENCES
-    elif any(kind.has_sinks for kind in problem.kinds):
-        special = SINK_PREFERENCES
-    return (*usual[:-1], *special, usual[-1])
+    has_sinks = any(kind.has_sinks for kind in problem.kinds)
+    return (*usual[:-1], *(SINK_PREFERENCES if has_sinks else OWN_PREFERENCES), usual[-1])
 
 
 def _describe(problem: AttentionProblem) -> str:

@@ -12,6 +12,7 @@ from doubles_attention import make_problem
 from aserve.attention import flash_attention_flavours, registry
 from aserve.attention.base import AttentionBackend, AttentionKind, AttentionProblem, AttentionSpec, KVOrder, Phase
 from aserve.attention.cake_backend import CakeBackend
+from aserve.attention.cake_choice import choose_decodes
 from aserve.attention.cpu_backend import CpuBackend
 from aserve.attention.flash_attention_backend import FlashAttentionBackend
 from aserve.attention.flash_infer_backend import FlashInferBackend
@@ -19,9 +20,17 @@ from aserve.attention.hybrid import HybridBackend
 from aserve.attention.registry import BACKENDS, resolve_backend
 from aserve.attention.torch_backend import TorchBackend
 from aserve.attention.trtllm_backend import TrtllmBackend
+from aserve.builtin_models import BUILTIN_MODELS
+from aserve.config import EngineConfig
 from aserve.errors import ConfigError
 from aserve.kernels.nvfp4 import NVFP4
+from aserve.kernels.operators import Operators
+from aserve.layers.weighted import WeightFormat
+from aserve.models.config import DecoderConfig
+from aserve.models.decoder import Decoder
+from aserve.quantization.unquantized import Unquantized
 from aserve.registry import Entry, Registry
+from aserve.runner.attention_problem import Gpu, KVFormat, describe_problem
 
 CPU = torch.device("cpu")
 PROBLEM = make_problem()
@@ -222,6 +231,9 @@ GPU_CHOICES = [
     ((10, 3), {"fi", "fa", "trtllm"}, "trtllm"),
     ((8, 0), {"fi", "fa", "trtllm"}, "fi"),
     ((12, 0), {"fi", "fa", "trtllm"}, "fi"),
+    ((9, 0), {"cake"}, "cake"),
+    ((9, 0), {"fi", "cake"}, "fi"),
+    ((7, 5), {"fi", "cake"}, "torch"),
     ((9, 0), set(), "torch"),
 ]
 SINK_CHOICES = [  # for a model whose layers have sinks
@@ -287,6 +299,43 @@ def test_auto_for_layers_with_sinks(
         assert ("no attention sinks" if capability >= (8, 0) else "compute capability 8.0 or more") in choice
 
 
+TRUE_SIZES = {  # on Hopper with all that there is: what "auto" takes, and the rows of "cake" for decodes, by kind
+    "gemma-2-9b": ("fa,fi", ["decode-16-d256", "decode-16-d256"]),
+    "gemma-3-4b": ("fa,fi", ["decode-16-d256", "decode-16-d256"]),
+    "Phi-3-mini-4k": ("cake", ["decode-16-d128"]),
+    "Phi-3-medium-4k": ("fa,fi", ["decode-16-d128"]),
+    "gpt-oss-20b": ("fa,cake", ["decode-16-d64-short", "decode-16-d64"]),
+}
+
+
+@pytest.mark.parametrize("name", TRUE_SIZES)
+def test_models_of_true_size_on_hopper(
+    name: str,
+    played_backends: Callable[[set[str]], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO)
+    played_backends({"fi", "fa", "trtllm", "cake"})
+    monkeypatch.setattr("aserve.layers.rotary.RotaryTable._build", lambda self, divisors: torch.empty(0))
+    weights = WeightFormat(Unquantized(), torch.bfloat16, torch.device("meta"))
+    model = Decoder(DecoderConfig.from_hf(BUILTIN_MODELS[name]), weights, Operators())
+    cuda, gpu = torch.device("cuda"), Gpu("NVIDIA H200", (9, 0))
+    problem = describe_problem(EngineConfig(), model, cuda, torch.bfloat16, KVFormat(torch.bfloat16), gpu)
+    auto, rows = TRUE_SIZES[name]
+    assert resolve_backend("auto", problem, CPU).name == auto
+    assert resolve_backend("cake", problem, CPU).name == "cake"
+    choices = [choose_decodes(problem, kind)[-1].choice.variant for kind in problem.kinds]
+    assert [row.name for row in choices if row is not None] == rows
+    if auto == "fa,fi":
+        assert resolve_backend("fi", problem, CPU).name == "fi"
+    else:
+        reason = "it knows head_dim 64, 128, 256, not 96" if name == "Phi-3-mini-4k" else "no attention sinks"
+        assert reason in caplog.text
+        with pytest.raises(ConfigError, match=f"'fi' cannot serve this model: .*{reason}"):
+            resolve_backend("fi", problem, CPU)
+
+
 @pytest.mark.parametrize(
     ("capability", "installed", "expected"),
     [
@@ -342,7 +391,6 @@ def test_cake_serves_both_phases_alone_or_in_pairs(setting: str, monkeypatch: py
     }
     monkeypatch.setattr(registry, "BACKENDS", Registry("attention backend", entries))
     assert resolve_backend(setting, on_gpu((9, 0)), CPU).name == setting
-    assert all("cake" not in choice.split(",") for choice in registry.preferences(on_gpu((9, 0))))
 
 
 HOPPER_ENTRIES = {name: PLAYED_ENTRIES[name] for name in ("fi", "fa", "trtllm")}
