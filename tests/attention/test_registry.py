@@ -393,6 +393,12 @@ def test_cake_serves_both_phases_alone_or_in_pairs(setting: str, monkeypatch: py
     assert resolve_backend(setting, on_gpu((9, 0)), CPU).name == setting
 
 
+@pytest.mark.parametrize(("capability", "first"), [((9, 0), "cake"), ((8, 0), "fi"), ((10, 0), "trtllm")])
+def test_auto_prefers_cake_for_8_bit_pages_where_that_is_faster(capability: tuple[int, int], first: str) -> None:
+    problem = dataclasses.replace(on_gpu(capability), kv_dtype=torch.float8_e4m3fn)
+    assert registry.preferences(problem)[0] == first
+
+
 HOPPER_ENTRIES = {name: PLAYED_ENTRIES[name] for name in ("fi", "fa", "trtllm")}
 
 
