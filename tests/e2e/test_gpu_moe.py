@@ -26,11 +26,12 @@ def test_clear_tokens_in_bfloat16(tmp_path: Path) -> None:
     check_greedy(tmp_path, oracle, margin=0.15, device="cuda", dtype="bfloat16", max_num_seqs=8)
 
 
+@pytest.mark.xdist_group("large")
 def test_a_model_of_true_size_with_random_weights() -> None:
     """61 GB of weights: drawn, captured and run."""
     params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
     prompt = list(range(1000, 1200))
-    with LLM("Qwen3-30B-A3B", random_weights=True, max_num_seqs=16, max_model_len=1024) as llm:
+    with LLM("Qwen3-30B-A3B", random_weights=True, max_num_seqs=16, max_model_len=1024, num_pages=2048) as llm:
         answers = llm.generate([prompt, *([900 + i] * (3 + i) for i in range(15))], params)
     assert [len(answer.token_ids) for answer in answers] == [16] * 16
     assert len({tuple(answer.token_ids) for answer in answers}) > 1
