@@ -49,6 +49,8 @@ def run_split_decode(
         raise ValueError(f"partials: too small for {num_programs} programs of {num_rows} rows of {head_dim}")
     if (batch.cu_query_lens is None) != (max_queries == 1):
         raise ValueError(f"cu_query_lens: must be given where a sequence has up to {max_queries} queries")
+    # Only the merge starts early. Programs of the split that came while others still run would stand three on some
+    # multiprocessors and one on others, though their shares are equal; and what they find written is also there for it.
     overlap = can_overlap(call.q.device)
     starts = batch.key_lens if batch.cu_query_lens is None else batch.cu_query_lens
     lse = partials.lses if call.lse is None else call.lse
@@ -85,7 +87,6 @@ def run_split_decode(
         OVERLAP=overlap,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        **launch_options(overlap),
     )
     if rules.window is not None and rules.window + max_queries - 1 <= launch.block_len:
         return  # a sequence is one block, which no border of programs cuts

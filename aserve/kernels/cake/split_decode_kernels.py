@@ -78,7 +78,6 @@ def split_decode(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        gdc_wait()  # first, so that what starts the merge early has also written the schedule
         gdc_launch_dependents()
     program = tl.program_id(0)
     total = tl.load(starts + num_seqs) * NUM_KV_HEADS
