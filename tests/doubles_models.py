@@ -9,7 +9,7 @@ import torch
 from doubles_attention import torch_backend
 from torch import Tensor
 
-from aserve.attention.base import AttentionBatch, LayerKV
+from aserve.attention.base import AttentionBatch, KVScales, LayerKV
 from aserve.attention.context import ForwardContext
 from aserve.kernels.operators import Operators
 from aserve.model_files import ModelFiles
@@ -30,15 +30,21 @@ TINY = {
 
 
 class PagedSequence:
-    """One sequence of a decoder over its own pool, whose pages are handed out in reverse order."""
+    """One sequence of a decoder over its own pool, whose pages are handed out in reverse order.
 
-    def __init__(self, model: Decoder, max_len: int, dtype: torch.dtype = torch.float32) -> None:
+    Pages have 16 or 32 bits, so of ``scales`` only the transforms of keys count.
+    """
+
+    def __init__(
+        self, model: Decoder, max_len: int, dtype: torch.dtype = torch.float32, scales: Sequence[KVScales] = ()
+    ) -> None:
         config = model.config
         num_pages = -(-max_len // PAGE_SIZE)
         shape = (num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
         self._model = model
         self._kv = [
-            LayerKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(config.num_layers)
+            LayerKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), key_transform=layer.key_transform)
+            for layer in scales or [KVScales()] * config.num_layers
         ]
         self._pages = torch.arange(num_pages - 1, -1, -1)
         self._backend = torch_backend()

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aserve.kernels.key_transform import KeyTransform
 from aserve.kernels.nvfp4 import NVFP4, BlockScales
 
 LseBase = Literal["e", "2"]
@@ -122,11 +123,12 @@ class StepLens:
 class KVScales:
     """What keys and values in pages of 8 or 4 bits are to be multiplied with.
 
-    Numbers for the whole layer, or float32 [KV heads] on its device.
+    Numbers for the whole layer, or float32 [KV heads] on its device. Keys may be transformed before they are divided.
     """
 
     key: float | Tensor = 1.0
     value: float | Tensor = 1.0
+    key_transform: KeyTransform | None = None
 
     @property
     def are_per_head(self) -> bool:
@@ -140,6 +142,7 @@ class LayerKV:
 
     In memory they lie as the backend's ``kv_order`` says: contiguous for NHD; for HND ``key.transpose(1, 2)`` is.
     Pages of 8 or 4 bits hold keys divided by ``key_scale`` and values divided by ``value_scale``; see ``KVScales``.
+    Where keys are transformed, a backend is handed queries that are, too.
     """
 
     key: Tensor
@@ -147,6 +150,7 @@ class LayerKV:
     key_scale: float | Tensor = 1.0
     value_scale: float | Tensor = 1.0
     block_scales: BlockScales | None = None  # of nvfp4
+    key_transform: KeyTransform | None = None
 
 
 def common_scale(scale: float | Tensor) -> float:

@@ -87,7 +87,7 @@ def measure_loss(
     model = load_model(files, device=device, dtype=torch.float32, quantization=quantization, operators=operators).model
     sizes = {"max_num_seqs": 1, "page_size": PAGE_SIZE, "num_pages": -(-window // PAGE_SIZE), "max_model_len": window}
     config = load_config(overrides={"engine": {**sizes, "kv_cache_dtype": kv_cache_dtype}}).engine
-    parts = assemble(config, model, operators, device, torch.float32)
+    parts = assemble(config, files, model, operators, device, torch.float32)
     losses = [_window_loss(parts, piece) for piece in _windows(token_ids, window)]
     num_tokens = sum(count for _, count in losses)
     return sum(loss for loss, _ in losses) / num_tokens, num_tokens

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aserve.kernels.experts import SILU, Experts, choose_experts, sum_all_experts, sum_by_expert
+from aserve.kernels.key_transform import KeyTransform
 from aserve.kernels.nvfp4 import BlockScales, quantise
 
 Activation = Literal["silu", "gelu_tanh"]  # of the gate; GELU in its tanh approximation
@@ -57,6 +58,7 @@ class KVTarget:
 
     Pages [pages, page_size, K, D] each; they may be a transposed view of [pages, K, page_size, D] in memory. Pages of
     an 8-bit dtype take values divided by the scales, numbers or float32 [K]. With block scales pages are of nvfp4.
+    Keys are transformed before.
     """
 
     key: Tensor
@@ -65,6 +67,7 @@ class KVTarget:
     key_scale: float | Tensor = 1.0
     value_scale: float | Tensor = 1.0
     block_scales: BlockScales | None = None
+    key_transform: KeyTransform | None = None
 
 
 class Operators:
@@ -167,6 +170,7 @@ class Operators:
     ) -> Tensor:
         """Norm and rotate the query and key heads of qkv [T, (H + 2K) * D], store keys and values, return q [T, H, D].
 
+        Keys and the queries that are returned go through ``target``'s transform, if it has one.
         May write to ``qkv``; the result may be a view of it.
         """
         parts = qkv.view(len(qkv), -1, heads.head_dim)
@@ -174,6 +178,8 @@ class Operators:
         if norms is not None:
             q, k = self.rms_norm(q, norms.query, norms.eps), self.rms_norm(k, norms.key, norms.eps)
         q, k = self.rope(q, k, cos_sin, positions)
+        if target.key_transform is not None:
+            q, k = target.key_transform.transform_queries(q), target.key_transform.transform_keys(k)
         self.store_kv(k, v, target)
         return q
 

@@ -31,7 +31,8 @@ class StoredKVScales(WeightedLayer):
         key, value = self.tensors["key"], self.tensors["value"]
         if len(key) == len(value) == 1:
             return KVScales(float(key), float(value))
-        return KVScales(*(scales.expand(self._num_kv_heads).contiguous() for scales in (key, value)))
+        key, value = (scales.expand(self._num_kv_heads).contiguous() for scales in (key, value))
+        return KVScales(key, value)
 
     def slots(self) -> dict[str, WeightSlot]:
         per_head = (self._num_kv_heads,)

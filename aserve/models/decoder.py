@@ -189,6 +189,7 @@ class Attention:
             layer_kv.key_scale,
             layer_kv.value_scale,
             layer_kv.block_scales,
+            layer_kv.key_transform,
         )
         q = operators.rope_store(qkv, self._heads, self._norms(), cos_sin, ctx.positions, target)
         attended, _ = ctx.backend.forward(q, layer_kv, ctx.plan, self.spec)

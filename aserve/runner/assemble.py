@@ -10,11 +10,12 @@ from aserve.attention.registry import resolve_backend
 from aserve.config import EngineConfig
 from aserve.distributed.group import RankGroup
 from aserve.kernels.operators import Operators
+from aserve.model_files import ModelFiles
 from aserve.models.decoder import Decoder
 from aserve.runner.attention_problem import Gpu, KVFormat, describe_problem
 from aserve.runner.executor import DeviceParts
 from aserve.runner.kv_pool import KVLayout, allocate_pool
-from aserve.runner.kv_scales import resolve_kv_scales
+from aserve.runner.kv_scales import resolve_kv_scales, take_from_first_rank
 from aserve.runner.resolve import (
     PoolSize,
     log_choice,
@@ -25,6 +26,7 @@ from aserve.runner.resolve import (
 
 def assemble(
     config: EngineConfig,
+    files: ModelFiles,
     model: Decoder,
     operators: Operators,
     device: torch.device,
@@ -32,12 +34,13 @@ def assemble(
     group: RankGroup | None = None,
 ) -> DeviceParts:
     """Choose the attention backend for ``model`` and allocate its pages, of which each rank of ``group`` has a part."""
-    parts, layout = outline(config, model, operators, device, dtype, group)
+    parts, layout = outline(config, files, model, operators, device, dtype, group)
     return with_pool(config, parts, layout)
 
 
 def outline(
     config: EngineConfig,
+    files: ModelFiles,
     model: Decoder,
     operators: Operators,
     device: torch.device,
@@ -47,7 +50,9 @@ def outline(
     """Return the parts with no pages but the dummy ones, for the context that is asked for, and the pages' layout."""
     shape = model.config
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, shape.head_dim)
-    scales = resolve_kv_scales(model, kv_dtype, dtype, device, operators)
+    scales = resolve_kv_scales(model, files, kv_dtype, dtype, device, operators)
+    if group is not None:
+        scales = take_from_first_rank(scales, group)
     kv = KVFormat(kv_dtype, has_head_scales=any(layer.are_per_head for layer in scales))
     problem = describe_problem(config, model, device, dtype, kv, Gpu.of(device))
     backend = _choose_backend(config, problem, device, group)

@@ -59,9 +59,9 @@ def build_runner(
         from aserve.runner.cuda.build import build_cuda_runner
 
         with explain_exhaustion(device, "preparing attention"):
-            parts, layout = outline(config, model, operators, device, dtype, group)
+            parts, layout = outline(config, files, model, operators, device, dtype, group)
         return build_cuda_runner(config, parts, layout, eos_token_ids, compiler)
-    parts = thread.submit(assemble, config, model, operators, device, dtype, group).result()
+    parts = thread.submit(assemble, config, files, model, operators, device, dtype, group).result()
     return _build_cpu_runner(config, parts, StepExecutor(parts, eos_token_ids, compiler), thread)
 
 

@@ -101,9 +101,9 @@ def allocate_pool(layout: KVLayout, page_size: int, num_pages: int) -> list[Laye
     def allocate(scales: KVScales) -> LayerKV:
         if layout.dtype != NVFP4:
             key, value = (zeros(layout.head_dim, layout.dtype) for _ in range(2))
-            return LayerKV(key, value, scales.key, scales.value)
+            return LayerKV(key, value, scales.key, scales.value, key_transform=scales.key_transform)
         key, value = (zeros(layout.head_width, torch.uint8) for _ in range(2))
         blocks = BlockScales(*(zeros(layout.head_dim // BLOCK, torch.float8_e4m3fn) for _ in range(2)))
-        return LayerKV(key, value, scales.key, scales.value, blocks)
+        return LayerKV(key, value, scales.key, scales.value, blocks, scales.key_transform)
 
     return [allocate(scales) for scales in layout.scales or (KVScales(),) * layout.num_layers]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from doubles_hopper import compile_by
 
-NUM_KERNELS = 10  # that one pass of the script compiles
+NUM_KERNELS = 14  # that one pass of the script compiles
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_another_number_of_tokens_compiles_nothing(reports: list[dict[str, Any]]
     """The script runs 3, 4 and 1 tokens: 4 needs what 3 does, 1 its own small linear layers only."""
     for first in (0, 3 * NUM_KERNELS):
         counts = [report["compiled"] for report in reports[first : first + 3 * NUM_KERNELS]]
-        assert counts == [1] * NUM_KERNELS + [0] * NUM_KERNELS + [0] * 6 + [1] * 4
+        assert counts == [1] * NUM_KERNELS + [0] * NUM_KERNELS + [0] * (NUM_KERNELS - 4) + [1] * 4
 
 
 def test_overlapping_kernels_wait_before_they_touch_what_others_write(reports: list[dict[str, Any]]) -> None:
@@ -42,5 +42,5 @@ def test_overlapping_kernels_wait_before_they_touch_what_others_write(reports: l
         if report["kernel"].startswith("walk"):
             assert early, "the weight is under way before the wait"
             assert all("evict_first" in name for name in early)
-        elif report["kernel"] != "_norm_rows":  # which loads its gains
+        elif report["kernel"] not in ("_norm_rows", "_transform_store"):  # which load their gains and matrices
             assert not early

@@ -8,7 +8,7 @@ from aserve.bench.perplexity import DEFAULT_TEXT, measure_loss
 from aserve.model_files import ModelFiles
 from aserve.tokenizer.load import load_tokenizer
 
-MAX_CHANGES = {"fp8": 0.015, "nvfp4": 0.13}  # of perplexity, see docs/measurements.md
+MAX_CHANGES = {"fp8": 0.01, "nvfp4": 0.03}  # of perplexity, see docs/measurements.md
 
 
 def test_int8_on_the_first_windows_raises_perplexity_by_less_than_two_percent(demo_files: ModelFiles) -> None:
@@ -22,6 +22,7 @@ def test_int8_on_the_first_windows_raises_perplexity_by_less_than_two_percent(de
     assert abs(quantised - plain) < math.log(1.02)
 
 
+@pytest.mark.timeout(300)
 def test_keys_and_values_of_few_bits_predict_as_well_or_nearly_so(demo_files: ModelFiles) -> None:
     """On a piece of text so short, within twice of what they cost on a long one; a lost scale costs all."""
     text = DEFAULT_TEXT.read_text(encoding="utf-8")[:2048]

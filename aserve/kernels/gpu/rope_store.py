@@ -7,6 +7,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from aserve.kernels.gpu.launch import FLOATS, launch_options
+from aserve.kernels.gpu.page_formats import convert, store_packed
+from aserve.kernels.gpu.transform_store import transform_store
 from aserve.kernels.nvfp4 import HEAD_GRAIN, NVFP4
 from aserve.kernels.operators import HeadLayout, HeadNorms, KVTarget
 
@@ -63,11 +65,15 @@ def rope_store(
     target: KVTarget,
     overlap: bool,
 ) -> Tensor:
-    """Return the rotated queries [T, H, D], in memory of their own; see ``Operators.rope_store``."""
+    """Return the rotated queries [T, H, D], in memory of their own; see ``Operators.rope_store``.
+
+    Where keys are transformed, another kernel does that and stores them.
+    """
     num_tokens, head_dim = len(qkv), heads.head_dim
     queries = torch.empty(num_tokens, heads.num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
         return queries
+    keys = None if target.key_transform is None else queries.new_empty(num_tokens, heads.num_kv_heads, head_dim)
     half_block = triton.next_power_of_2(head_dim // 2)
     num_blocks = triton.cdiv(heads.num_heads + 2 * heads.num_kv_heads, BLOCK_HEADS)
     page_stride, slot_stride, head_stride, _ = target.key.stride()
@@ -75,6 +81,7 @@ def rope_store(
     _rope_store[(num_tokens, num_blocks)](
         qkv,
         queries,
+        keys,
         None if norms is None else norms.query,
         None if norms is None else norms.key,
         cos_sin,
@@ -102,22 +109,14 @@ def rope_store(
         num_warps=max(BLOCK_HEADS * half_block // 256, 1),
         **launch_options(overlap),
     )
-    return queries
-
-
-@triton.jit
-def _convert(values, scale, DTYPE: tl.constexpr, IS_SCALED: tl.constexpr):
-    """Convert values [heads, channels] to the dtype of the pages; 8-bit floats are divided by scale, and saturate."""
-    if IS_SCALED:
-        values = tl.div_rn(values.to(tl.float32), tl.zeros_like(values).to(tl.float32) + scale)
-        values = tl.minimum(tl.maximum(values, -448.0), 448.0)
-    return values.to(DTYPE)
+    return queries if keys is None else transform_store(queries, keys, target, overlap)
 
 
 @triton.jit(do_not_specialize=["positions", "slot_mapping"])
 def _rope_store(
     qkv,
     queries,
+    keys,
     query_gain,
     key_gain,
     cos_sin,
@@ -146,7 +145,7 @@ def _rope_store(
     """A program takes some heads of a token, whatever their kinds; each head is held as its two halves.
 
     Rounds to the activations' dtype where the reference does: after the norm, its gain and the rotation.
-    With wider gains the norm itself is not rounded.
+    With wider gains the norm itself is not rounded. Keys go to ``keys`` [T, K, D], if that is given, else to the pages.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     ROW: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
@@ -198,87 +197,36 @@ def _rope_store(
         value_scale = tl.load(value_scale + value_head, mask=is_value_head, other=1.0)[:, None]
     key_place = place + (head - NUM_HEADS) * HEAD_STRIDE
     value_place = place + (head - NUM_HEADS - NUM_KV_HEADS) * HEAD_STRIDE
+    is_key = inside & is_key_head[:, None]
+    if keys is not None:
+        to_key = keys + (token * NUM_KV_HEADS + head - NUM_HEADS)[:, None] * HEAD_DIM + channel[None, :]
+        tl.store(to_key, first_rotated, mask=is_key)
+        tl.store(to_key + HALF, second_rotated, mask=is_key)
     if key_blocks is not None:
         is_value_head = is_value & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
-        _store_packed(first_rotated, second_rotated, key_scale, key_pages, key_blocks, key_place, is_key_head, HALF)
-        _store_packed(first_raw, second_raw, value_scale, value_pages, value_blocks, value_place, is_value_head, HALF)
+        if keys is None:
+            _store_packed_halves(
+                first_rotated, second_rotated, key_scale, key_pages, key_blocks, key_place, is_key_head, HALF
+            )
+        _store_packed_halves(
+            first_raw, second_raw, value_scale, value_pages, value_blocks, value_place, is_value_head, HALF
+        )
     else:
-        is_key = inside & is_key_head[:, None]
-        to_key = key_pages + key_place[:, None] + channel[None, :]
-        tl.store(to_key, _convert(first_rotated, key_scale, stored, IS_SCALED), mask=is_key)
-        tl.store(to_key + HALF, _convert(second_rotated, key_scale, stored, IS_SCALED), mask=is_key)
+        if keys is None:
+            to_key = key_pages + key_place[:, None] + channel[None, :]
+            tl.store(to_key, convert(first_rotated, key_scale, stored, IS_SCALED), mask=is_key)
+            tl.store(to_key + HALF, convert(second_rotated, key_scale, stored, IS_SCALED), mask=is_key)
         to_value = value_pages + value_place[:, None] + channel[None, :]
         is_value_inside = inside & is_value[:, None]
-        tl.store(to_value, _convert(first_raw, value_scale, stored, IS_SCALED), mask=is_value_inside)
-        tl.store(to_value + HALF, _convert(second_raw, value_scale, stored, IS_SCALED), mask=is_value_inside)
+        tl.store(to_value, convert(first_raw, value_scale, stored, IS_SCALED), mask=is_value_inside)
+        tl.store(to_value + HALF, convert(second_raw, value_scale, stored, IS_SCALED), mask=is_value_inside)
 
 
 @triton.jit
-def _store_packed(first, second, scale, pages, block_scales, places, is_kept, HALF: tl.constexpr):
+def _store_packed_halves(first, second, scale, pages, block_scales, places, is_kept, HALF: tl.constexpr):
     """Write the halves [heads, HALF or more] of heads as nvfp4; heads begin at ``places``, in bytes."""
-    _store_packed_half(first, scale, pages, block_scales, places, is_kept, HALF)
-    _store_packed_half(second, scale, pages + HALF // 2, block_scales + HALF // 16, places, is_kept, HALF)
-
-
-@triton.jit
-def _store_packed_half(values, scale, pages, block_scales, places, is_kept, HALF: tl.constexpr):
-    NUM_ROWS: tl.constexpr = values.shape[0]
-    NUM_BLOCKS: tl.constexpr = values.shape[1] // 16
-    values = tl.div_rn(values.to(tl.float32), tl.zeros_like(values).to(tl.float32) + scale)
-    blocks = tl.reshape(values, [NUM_ROWS, NUM_BLOCKS, 16])
-    largest = tl.max(tl.abs(blocks), 2)
-    usual = tl.minimum(tl.div_rn(largest, tl.zeros_like(largest) + 6.0), 448.0).to(tl.float8e4nv)
-    usual_bits = usual.to(tl.uint8, bitcast=True).to(tl.int32)
-    codes, least = _round_blocks(blocks, usual_bits)
-    bits = usual_bits
-    # Those of nvfp4.SCALE_STEPS behind the usual one.
-    codes, bits, least = _try_scales(blocks, usual_bits - 1, codes, bits, least)
-    codes, bits, least = _try_scales(blocks, usual_bits + 4, codes, bits, least)
-    codes, bits, least = _try_scales(blocks, usual_bits + 5, codes, bits, least)
-    new_scales = bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    low, high = tl.split(tl.reshape(codes, [NUM_ROWS, NUM_BLOCKS * 8, 2]))
-    pair = tl.arange(0, NUM_BLOCKS * 8)
-    tl.store(
-        pages + places[:, None] + pair[None, :],
-        (low | (high << 4)).to(tl.uint8),
-        mask=is_kept[:, None] & (pair < HALF // 2)[None, :],
-    )
-    block = tl.arange(0, NUM_BLOCKS)
-    # A head has a scale for every 8 bytes, and so has all before it.
-    to_scales = block_scales + (places // 8)[:, None] + block[None, :]
-    tl.store(to_scales, new_scales, mask=is_kept[:, None] & (block < HALF // 16)[None, :])
-
-
-@triton.jit
-def _try_scales(blocks, new_bits, codes, bits, least):
-    """Return the codes, scales and errors of blocks with scales of ``new_bits`` where these leave less of an error."""
-    new_bits = tl.minimum(tl.maximum(new_bits, 0), 126)
-    new_codes, errors = _round_blocks(blocks, new_bits)
-    is_better = errors < least
-    codes = tl.where(is_better[:, :, None], new_codes, codes)
-    return codes, tl.where(is_better, new_bits, bits), tl.minimum(errors, least)
-
-
-@triton.jit
-def _round_blocks(blocks, scale_bits):
-    """Return the codes of blocks [rows, blocks, 16] with these e4m3 scales, and the sums of their squared errors."""
-    scales = scale_bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    divisors = tl.zeros_like(blocks) + scales[:, :, None]
-    codes = _round_to_codes(tl.where(divisors > 0.0, tl.div_rn(blocks, tl.where(divisors > 0.0, divisors, 1.0)), 0.0))
-    size = codes & 7
-    quarters = tl.where(size < 2, 2 * size, (2 + (size & 1)) << (size >> 1))
-    errors = quarters.to(tl.float32) * 0.25 * divisors - tl.abs(blocks)
-    return codes, tl.sum(errors * errors, 2)
-
-
-@triton.jit
-def _round_to_codes(x):
-    """Return the bits of the nearest e2m1 of each of ``x``, ties to even."""
-    size = tl.abs(x)
-    codes = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    codes += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    codes += (size > 5.0).to(tl.int32)
-    return codes | ((x < 0.0).to(tl.int32) << 3)
+    store_packed(first, scale, pages, block_scales, places, is_kept, HALF)
+    store_packed(second, scale, pages + HALF // 2, block_scales + HALF // 16, places, is_kept, HALF)
 
 
 @triton.jit

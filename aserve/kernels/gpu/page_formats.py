@@ -1,0 +1,75 @@
+"""How kernels write keys and values into pages of few bits."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def convert(values, scale, DTYPE: tl.constexpr, IS_SCALED: tl.constexpr):
+    """Convert values [heads, channels] to the dtype of the pages; 8-bit floats are divided by scale, and saturate."""
+    if IS_SCALED:
+        values = tl.div_rn(values.to(tl.float32), tl.zeros_like(values).to(tl.float32) + scale)
+        values = tl.minimum(tl.maximum(values, -448.0), 448.0)
+    return values.to(DTYPE)
+
+
+@triton.jit
+def store_packed(values, scale, pages, block_scales, places, is_kept, WIDTH: tl.constexpr):
+    """Write values [rows, WIDTH or more] as nvfp4, where ``is_kept`` [rows]; rows begin at ``places``, in bytes."""
+    NUM_ROWS: tl.constexpr = values.shape[0]
+    NUM_BLOCKS: tl.constexpr = values.shape[1] // 16
+    values = tl.div_rn(values.to(tl.float32), tl.zeros_like(values).to(tl.float32) + scale)
+    blocks = tl.reshape(values, [NUM_ROWS, NUM_BLOCKS, 16])
+    largest = tl.max(tl.abs(blocks), 2)
+    usual = tl.minimum(tl.div_rn(largest, tl.zeros_like(largest) + 6.0), 448.0).to(tl.float8e4nv)
+    usual_bits = usual.to(tl.uint8, bitcast=True).to(tl.int32)
+    codes, least = _round_blocks(blocks, usual_bits)
+    bits = usual_bits
+    # Those of nvfp4.SCALE_STEPS behind the usual one.
+    codes, bits, least = _try_scales(blocks, usual_bits - 1, codes, bits, least)
+    codes, bits, least = _try_scales(blocks, usual_bits + 4, codes, bits, least)
+    codes, bits, least = _try_scales(blocks, usual_bits + 5, codes, bits, least)
+    new_scales = bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    low, high = tl.split(tl.reshape(codes, [NUM_ROWS, NUM_BLOCKS * 8, 2]))
+    pair = tl.arange(0, NUM_BLOCKS * 8)
+    tl.store(
+        pages + places[:, None] + pair[None, :],
+        (low | (high << 4)).to(tl.uint8),
+        mask=is_kept[:, None] & (pair < WIDTH // 2)[None, :],
+    )
+    block = tl.arange(0, NUM_BLOCKS)
+    # A head has a scale for every 8 bytes, and so has all before it.
+    to_scales = block_scales + (places // 8)[:, None] + block[None, :]
+    tl.store(to_scales, new_scales, mask=is_kept[:, None] & (block < WIDTH // 16)[None, :])
+
+
+@triton.jit
+def _try_scales(blocks, new_bits, codes, bits, least):
+    """Return the codes, scales and errors of blocks with scales of ``new_bits`` where these leave less of an error."""
+    new_bits = tl.minimum(tl.maximum(new_bits, 0), 126)
+    new_codes, errors = _round_blocks(blocks, new_bits)
+    is_better = errors < least
+    codes = tl.where(is_better[:, :, None], new_codes, codes)
+    return codes, tl.where(is_better, new_bits, bits), tl.minimum(errors, least)
+
+
+@triton.jit
+def _round_blocks(blocks, scale_bits):
+    """Return the codes of blocks [rows, blocks, 16] with these e4m3 scales, and the sums of their squared errors."""
+    scales = scale_bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    divisors = tl.zeros_like(blocks) + scales[:, :, None]
+    codes = _round_to_codes(tl.where(divisors > 0.0, tl.div_rn(blocks, tl.where(divisors > 0.0, divisors, 1.0)), 0.0))
+    size = codes & 7
+    quarters = tl.where(size < 2, 2 * size, (2 + (size & 1)) << (size >> 1))
+    errors = quarters.to(tl.float32) * 0.25 * divisors - tl.abs(blocks)
+    return codes, tl.sum(errors * errors, 2)
+
+
+@triton.jit
+def _round_to_codes(x):
+    """Return the bits of the nearest e2m1 of each of ``x``, ties to even."""
+    size = tl.abs(x)
+    codes = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    codes += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    codes += (size > 5.0).to(tl.int32)
+    return codes | ((x < 0.0).to(tl.int32) << 3)
