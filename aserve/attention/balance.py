@@ -8,8 +8,9 @@ and its queries small, or the other way round, or keys stand far from zero, scor
   sizes of keys times those of queries least; in control theory it is the balanced form of a system.
 - A rotation then spreads these channels evenly, so that every block looks alike.
 
-A sample counts as much as attention depends on it: an error e of the score of a key that has the share p of a query
-moves the output by p (1 - p) e. So pairs that no one looks at, and those that nothing competes with, count little.
+A sample counts as much as attention depends on it: an error e of the score of a key with the share p of a query and the
+value v moves the output o by p (v - o) e. So pairs that no one looks at, and those that nothing competes with, count
+little.
 """
 
 import math
@@ -25,19 +26,19 @@ RIDGE = 0.01  # of the mean variance, added to each; a sample may show nothing o
 FLOOR = 1e-6  # of variances, so that heads whose keys or queries are all zero have a basis, too
 
 
-def balance_keys(queries: Tensor, keys: Tensor, spec: AttentionSpec) -> KeyTransform:
-    """Return the transform for a layer, given ``queries`` [T, H, D] and ``keys`` [T, K, D] of one sequence.
+def balance_keys(queries: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> KeyTransform:
+    """Return the transform for a layer: ``queries`` [T, H, D], ``keys`` and ``values`` [T, K, D] are of one sequence.
 
     Its offset is zero where scores count for themselves: with sinks beside them, or bent by a soft-cap.
     """
     num_tokens, num_kv_heads, head_dim = keys.shape
     asked = torch.arange(0, num_tokens, QUERY_STRIDE, device=keys.device)
     grouped = queries[asked].float().view(len(asked), num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # [K, G, Q, D]
-    apart = keys.float().transpose(0, 1)  # [K, T, D]
+    apart, values_apart = (x.float().transpose(0, 1) for x in (keys, values))  # [K, T, D]
     sinks = None if spec.sinks is None else spec.sinks.view(num_kv_heads, -1)
     is_hidden = _hide(asked, num_tokens, spec.sliding_window)
     weights = [
-        _weigh(grouped[head], apart[head], is_hidden, spec, None if sinks is None else sinks[head])
+        _weigh(grouped[head], apart[head], values_apart[head], is_hidden, spec, None if sinks is None else sinks[head])
         for head in range(num_kv_heads)
     ]
     of_queries, of_keys = (torch.stack(parts) for parts in zip(*weights, strict=True))  # [K, G, Q] and [K, T]
@@ -75,9 +76,12 @@ def _hide(asked: Tensor, num_tokens: int, window: int | None) -> Tensor:
 
 
 def _weigh(
-    queries: Tensor, keys: Tensor, is_hidden: Tensor, spec: AttentionSpec, sinks: Tensor | None
+    queries: Tensor, keys: Tensor, values: Tensor, is_hidden: Tensor, spec: AttentionSpec, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return how much each of ``queries`` [G, Q, D] counts, [G, Q], and each of ``keys`` [T, D], [T]."""
+    """Return how much each of ``queries`` [G, Q, D] counts, [G, Q], and each of ``keys`` [T, D], [T].
+
+    ``values`` are [T, D].
+    """
     scores = queries @ keys.T * spec.scale  # [G, Q, T]
     if spec.softcap is not None:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
@@ -85,7 +89,9 @@ def _weigh(
     if sinks is not None:
         scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, len(is_hidden), 1)), dim=-1)
     shares = torch.softmax(scores, -1)[..., : len(keys)]
-    counts = shares * (1 - shares)
+    outputs = shares @ values  # [G, Q, D]
+    squares = values.square().sum(1) - 2 * outputs @ values.T + outputs.square().sum(2, keepdim=True)
+    counts = shares.square_().mul_(squares.clamp_(min=0.0))
     return counts.sum(2), counts.sum((0, 1))
 
 

@@ -121,7 +121,7 @@ class _MeasuringBackend(TorchBackend):
         keys, values = layer_kv.key[0], layer_kv.value[0]
         if not all(bool(x.isfinite().all()) for x in (q, keys, values)):
             raise ConfigError("kv_cache_dtype: no scales can be measured: the model's keys or values are not finite")
-        transform = balance_keys(q, keys, spec)
+        transform = balance_keys(q, keys, values, spec)
         key, value = (self._scale(x) for x in (transform.transform_keys(keys), values))
         self.scales.append(KVScales(key, value, transform))
         return super().forward(q, layer_kv, plan, spec, **options)

@@ -14,13 +14,13 @@ SPEC = AttentionSpec(layer_idx=0, num_heads=6, num_kv_heads=2, head_dim=64, scal
 LARGEST = 6 * 448
 
 
-def draw(num_tokens: int = 200) -> tuple[Tensor, Tensor]:
-    """Queries and keys whose channels differ in size by a factor of ten, the keys far from zero."""
+def draw(num_tokens: int = 200) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys whose channels differ in size by a factor of ten, the keys far from zero; and values."""
     generator = torch.Generator().manual_seed(5)
     sizes = 10 ** torch.rand(2, 64, generator=generator)
     queries = torch.randn(num_tokens, 6, 64, generator=generator) * sizes[0] / 4
     keys = (torch.randn(num_tokens, 2, 64, generator=generator) + 2) * sizes[1] / 4
-    return queries, keys
+    return queries, keys, torch.randn(num_tokens, 2, 64, generator=generator)
 
 
 def shares(queries: Tensor, keys: Tensor) -> Tensor:
@@ -36,16 +36,16 @@ def store(keys: Tensor) -> Tensor:
 
 
 def test_attention_stays() -> None:
-    queries, keys = draw()
-    transform = balance_keys(queries, keys, SPEC)
+    queries, keys, values = draw()
+    transform = balance_keys(queries, keys, values, SPEC)
     found = shares(transform.transform_queries(queries), transform.transform_keys(keys))
     torch.testing.assert_close(found, shares(queries, keys), rtol=0, atol=1e-5)
 
 
 def test_scores_themselves_stay_where_sinks_or_caps_see_them() -> None:
-    queries, keys = draw()
+    queries, keys, values = draw()
     for changes in ({"sinks": torch.zeros(6)}, {"softcap": 30.0}):
-        transform = balance_keys(queries, keys, dataclasses.replace(SPEC, **changes))
+        transform = balance_keys(queries, keys, values, dataclasses.replace(SPEC, **changes))
         assert not transform.offset.any()
         found = transform.transform_queries(queries)[:, :3] @ transform.transform_keys(keys)[:, 0].T
         expected = queries[:, :3] @ keys[:, 0].T
@@ -53,8 +53,8 @@ def test_scores_themselves_stay_where_sinks_or_caps_see_them() -> None:
 
 
 def test_rounded_keys_move_attention_less() -> None:
-    queries, keys = draw(400)
-    transform = balance_keys(queries[:200], keys[:200], SPEC)
+    queries, keys, values = draw(400)
+    transform = balance_keys(queries[:200], keys[:200], values[:200], SPEC)
     queries, keys = queries[200:], keys[200:]
     exact = shares(queries, keys)
     plain = (shares(queries, store(keys)) - exact).square().sum()
@@ -63,9 +63,9 @@ def test_rounded_keys_move_attention_less() -> None:
 
 
 def test_heads_without_keys_or_queries_have_a_transform() -> None:
-    queries, keys = draw()
+    queries, keys, values = draw()
     for changed in ((torch.zeros_like(queries), keys), (queries, torch.zeros_like(keys))):
-        transform = balance_keys(*changed, SPEC)
+        transform = balance_keys(*changed, values, SPEC)
         assert all(bool(x.isfinite().all()) for x in (transform.key, transform.query, transform.offset))
 
 

@@ -54,6 +54,7 @@ def transform_store(queries: Tensor, keys: Tensor, target: KVTarget, overlap: bo
         "ieee" if keys.dtype == torch.float32 else "tf32",
         overlap,
         num_warps=4,
+        num_stages=1,  # tiles of wide heads fill the shared memory
         **launch_options(overlap),
     )
     return transformed
