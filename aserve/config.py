@@ -208,7 +208,7 @@ POSITIVE = {
 NOT_NEGATIVE = {"keep_alive_s", "drain_timeout_s"}
 BETWEEN = {
     "page_size": (1, 256), "decode_context_parallel_size": (1, 8), "port": (0, 65535),
-    "num_speculative_tokens": (1, 64), "ngram_max": (1, 64), "ngram_min": (1, 64),
+    "num_speculative_tokens": (2, 64), "ngram_max": (1, 64), "ngram_min": (1, 64),
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ only when ``complete`` is called, as late as a real device might.
 """
 
 import itertools
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 from aserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from aserve.scheduler.delta import SequenceDelta
-from aserve.scheduler.drafter import Drafter
+from aserve.scheduler.drafter import Draft, Drafter
 from aserve.scheduler.limits import Limits
 from aserve.scheduler.plan import RowStart, StepPlan, StepTokens
 from aserve.scheduler.scheduler import Scheduler
@@ -114,6 +115,7 @@ class DeviceDouble:
         self.histories: list[list[int]] = [[] for _ in range(limits.max_num_seqs)]
         self.starts: list[RowStart | None] = [None] * limits.max_num_seqs
         self.pending: deque[StepPlan] = deque()
+        self.accepted: Counter[int] = Counter()  # how often so many drafts of a row were right
 
     def poison(self, pages: Iterable[int]) -> None:
         """Spoil what freed pages hold; the allocator's ``free`` is made to call this."""
@@ -216,24 +218,21 @@ class DeviceDouble:
             tokens.token_ids.append(token_id)
             tokens.logprobs.append(score(history, token_id) if start.params.logprobs is not None else None)
         num_valid = next((i for i, draft in enumerate(drafts) if draft != sampled[i]), len(drafts)) + 1
+        self.accepted[num_valid - 1] += bool(drafts)
         self._write(row, end - len(drafts), sampled[:num_valid] + [-1] * (len(sampled) - num_valid))
 
 
 class GuessingDrafter(Drafter):
-    """Knows how each request goes on, and guesses right and wrong at random."""
+    """Knows how each request goes on, guesses right and wrong at random, and expects of that what it likes."""
 
     def __init__(self, rng: random.Random, limits: Limits, eos_token_ids: frozenset[int], rate: float = 0.5) -> None:
         self.rng, self.limits, self.eos_token_ids, self.rate = rng, limits, eos_token_ids, rate
         self.known: dict[str, list[int]] = {}
-        self.lens: Counter[int] = Counter()  # of drafts that were accepted
 
-    def propose(self, batch: list[Sequence]) -> list[list[int]]:
-        return [self._guess(seq) if self.rng.random() < self.rate else [] for seq in batch]
+    def propose(self, batch: list[Sequence]) -> list[Draft | None]:
+        return [self._guess(seq) if self.rng.random() < self.rate else None for seq in batch]
 
-    def learn(self, seq: Sequence, num_accepted: int) -> None:
-        self.lens[num_accepted] += 1
-
-    def _guess(self, seq: Sequence) -> list[int]:
+    def _guess(self, seq: Sequence) -> Draft:
         if seq.request_id not in self.known:
             reference = run_alone(seq.request, self.limits, self.eos_token_ids)
             self.known[seq.request_id] = [*seq.request.prompt_token_ids, *reference.token_ids]
@@ -242,7 +241,7 @@ class GuessingDrafter(Drafter):
         drafts += [self.rng.randrange(self.limits.vocab_size) for _ in range(count - len(drafts))]
         if self.rng.random() < 0.5:
             drafts[self.rng.randrange(count)] = self.rng.randrange(self.limits.vocab_size)
-        return drafts
+        return Draft(drafts, self.rng.choice((0.5, 1.5, 3.0, math.inf)))
 
 
 @dataclass

@@ -61,7 +61,7 @@ def test_the_environment_gives_the_key_and_a_flag_wins(monkeypatch: pytest.Monke
         ("[engine]\npage-size = 3", "did you mean page_size?"),
         ("[engine]\nzebra = 3", "known: model, "),
         ("[engine]\nspeculation = 'draft'", "engine.speculation must be one of none, ngram"),
-        ("[engine]\nnum_speculative_tokens = 0", "engine.num_speculative_tokens must be between 1 and 64"),
+        ("[engine]\nnum_speculative_tokens = 1", "engine.num_speculative_tokens must be between 2 and 64"),
         ("[engine]\nngram_min = 5", "engine.ngram_min must be at most ngram_max (4), got 5"),
         ("[engine]\nngram_max = 1", "engine.ngram_min must be at most ngram_max (1), got 2"),
         ("[sever]\nport = 3", "did you mean server?"),

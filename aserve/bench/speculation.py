@@ -89,6 +89,7 @@ async def compare(engines: Sequence[AsyncEngine], kind: str, streams: int, argum
         "steps with": statistics.median(drafted.num_steps for _, drafted in rounds),
         "ratio of tok/s": statistics.median(drafted.tokens_per_s / plain.tokens_per_s for plain, drafted in rounds),
         "ratio of CPU time": statistics.median(plain.cpu_s / drafted.cpu_s for plain, drafted in rounds),
+        "drafts": num_drafts / arguments.rounds,
         "accepted": (after.num_accepted_tokens - before.num_accepted_tokens) / max(1, num_drafts),
         "same tokens": all(plain.token_ids == drafted.token_ids for plain, drafted in rounds),
     }

@@ -1,6 +1,7 @@
-"""Which decodes of a step verify drafts, and how many: as many as there is room for without taking anyone else's."""
+"""Which decodes of a step verify drafts, and how many: those that pay, as far as there is room to spare."""
 
-from aserve.scheduler.drafter import Drafter
+from aserve.scheduler.draft_gain import paying_drafts
+from aserve.scheduler.drafter import Draft, Drafter
 from aserve.scheduler.limits import Limits
 from aserve.scheduler.memory import SequenceMemory
 from aserve.scheduler.sequence import Sequence
@@ -28,18 +29,20 @@ class DraftPlanner:
         candidates = [seq for seq in batch if seq.can_verify]
         chosen: list[tuple[Sequence, list[int]]] = []
         num_left = self._max_num_drafts
-        for seq, drafts in zip(candidates, self._drafter.propose(candidates), strict=True):
-            if not drafts:
-                continue
-            if len(chosen) == self._max_num_rows:
-                break
+        guesses = zip(candidates, self._drafter.propose(candidates), strict=True)
+        proposed = sorted(((seq, draft) for seq, draft in guesses if draft is not None), key=_least_expected_last)
+        for seq, draft in paying_drafts(proposed[: self._max_num_rows], len(batch)):
             first = seq.num_computed + 1  # where the drafts stand; one more token is sampled after them
             room = min(num_left, seq.max_len - 1 - first, self._budget.largest_chunk(budget, first))
             if room <= 0:
                 continue
-            end = self._memory.reserve(seq, first + min(room, len(drafts)), num_spare_pages)
+            end = self._memory.reserve(seq, first + min(room, len(draft.token_ids)), num_spare_pages)
             if end > first:
-                chosen.append((seq, drafts[: end - first]))
+                chosen.append((seq, draft.token_ids[: end - first]))
                 num_left -= end - first
                 budget -= self._budget.cost(end - first, first)
         return chosen
+
+
+def _least_expected_last(proposal: tuple[Sequence, Draft]) -> float:
+    return -proposal[1].num_expected

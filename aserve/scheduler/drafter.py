@@ -5,9 +5,18 @@ the tokens of a sequence are the same with drafts or without, if a sample depend
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 from aserve.request import SamplingParams
 from aserve.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What may follow a sequence, and how much of it is likely right."""
+
+    token_ids: list[int]
+    num_expected: float  # of its tokens, those before the first wrong one
 
 
 class Drafter(ABC):
@@ -19,11 +28,8 @@ class Drafter(ABC):
         return 0
 
     @abstractmethod
-    def propose(self, batch: list[Sequence]) -> list[list[int]]:
-        """Return for each sequence the tokens that may follow those which are known or in flight, perhaps none."""
-
-    def learn(self, seq: Sequence, num_accepted: int) -> None:  # noqa: B027 - not every drafter learns
-        """Hear how many drafts of ``seq`` the last step that verified any has accepted."""
+    def propose(self, batch: list[Sequence]) -> list[Draft | None]:
+        """Return for each sequence what may follow the tokens that are known or in flight; None without a guess."""
 
     def leave(self, seq: Sequence) -> None:  # noqa: B027 - not every drafter remembers
         """Forget ``seq``, which has ended."""

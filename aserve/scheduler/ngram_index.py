@@ -1,5 +1,7 @@
 """Where the tokens at the end of a sequence stood before in it: one dict, kept up to date token by token."""
 
+from itertools import compress, count
+
 
 class NgramIndex:
     """The latest end of each run of ``min_len`` to ``max_len`` tokens that another token follows.
@@ -42,3 +44,10 @@ class NgramIndex:
                 break  # nor was a longer one, which has this one at its end
             found = end
         return found
+
+
+def agreeing_len(token_ids: list[int], end: int, max_len: int) -> int:
+    """Return how many tokens before ``end``, at most ``max_len``, are those that end ``token_ids``."""
+    pairs = zip(reversed(token_ids[max(0, end - max_len) : end]), reversed(token_ids[-max_len:]), strict=False)
+    differs = (there != here for there, here in pairs)
+    return next(compress(count(), differs), min(end, max_len))

@@ -170,7 +170,7 @@ class Scheduler:
             raise ValueError(f"step {plan.step_id} must be committed next, with one token for each sample")
         flight = self._flights.popleft()
         self._committed_step = plan.step_id
-        commit = StepCommit(flight, tokens, self._memory, self._planner, self._drafter, self._finish)
+        commit = StepCommit(flight, tokens, self._memory, self._planner, self._finish)
         deltas = commit.run()
         self._num_draft_tokens += commit.num_draft_tokens
         self._num_accepted_tokens += commit.num_accepted_tokens

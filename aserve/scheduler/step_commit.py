@@ -6,7 +6,6 @@ from itertools import compress, count
 
 from aserve.request import FinishReason
 from aserve.scheduler.delta import SequenceDelta, join_deltas
-from aserve.scheduler.drafter import Drafter
 from aserve.scheduler.memory import SequenceMemory
 from aserve.scheduler.plan import StepTokens
 from aserve.scheduler.planner import Flight, StepPlanner
@@ -21,7 +20,6 @@ class StepCommit:
     tokens: StepTokens
     memory: SequenceMemory
     planner: StepPlanner
-    drafter: Drafter | None
     end: Callable[[Sequence, FinishReason], None]  # called with each sequence that ends with one of the tokens
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -94,8 +92,6 @@ class StepCommit:
             self._append_singles((seq,), place + step, own)
         deltas += join_deltas(own)
         if seq.status is Status.VERIFYING:
-            assert self.drafter is not None, "drafts without a drafter"
-            self.drafter.learn(seq, num_accepted)
             self.planner.resume(seq)
 
     def _judge(self, seq: Sequence, delta: SequenceDelta, error: str | None, *, is_ended: bool) -> None:

@@ -8,7 +8,7 @@ from doubles_engine import LIMITS, running_engine, speak
 from aserve.bench import speculation
 from aserve.runner.scripted import ScriptedRunner
 
-ARGUMENTS = argparse.Namespace(max_tokens=30, rounds=2)
+ARGUMENTS = argparse.Namespace(max_tokens=60, rounds=2)
 
 
 def compare(*scripts):
@@ -22,12 +22,12 @@ def compare(*scripts):
 
 def test_a_row_says_how_fast_how_many_were_right_and_whether_the_tokens_are_the_same(monkeypatch):
     monkeypatch.setitem(speculation.PROMPTS, "copy", ["abc"])
-    row = compare(*[speak("abcd" * 20, 4)] * 2)
+    row = compare(*[speak("abcd" * 13 + "efgh" * 2, 4)] * 2)
     assert (row["text"], row["streams"], row["same tokens"]) == ("copy", 2, True)
     assert row["ratio of tok/s"] > 0
     assert row["steps with"] < row["steps without"] / 2
     assert row["with tok/s"] > 0
-    assert 0 < row["accepted"] < 1, "the prompt's own letters are followed by a line's end"
+    assert 0 < row["accepted"] < 1, "what breaks off"
 
 
 def test_other_tokens_show(monkeypatch):

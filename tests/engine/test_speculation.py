@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import random
 
 import orjson
@@ -14,11 +15,11 @@ from aserve.request import GrammarSpec, SamplingParams
 NGRAM = {"speculation": "ngram", "num_speculative_tokens": 6}
 
 
-def loopy(tokens, position):
-    """Repeat what stood seven tokens before, but for a letter now and then; end at last."""
+def loopy(tokens, position, length=13):
+    """Repeat what stood seven tokens before, but for a letter in each ``length``; end at last."""
     if position % 97 == 0:
         return EOS
-    return letters(tokens, position) if position % 13 == 0 or position < 7 else tokens[position - 7]
+    return letters(tokens, position) if position % length == 0 or position < 7 else tokens[position - 7]
 
 
 async def complete(prompt, params, script=loopy, **settings):
@@ -32,8 +33,10 @@ async def complete(prompt, params, script=loopy, **settings):
 @pytest.mark.parametrize("overlap", [True, False])
 async def test_text_that_repeats_takes_fewer_steps(overlap):
     params = SamplingParams(max_tokens=80, temperature=0.0)
+    script = functools.partial(loopy, length=20)
     outputs, steps = zip(
-        *[await complete("abcdefgh", params, overlap=overlap, **settings) for settings in ({}, NGRAM)], strict=True
+        *[await complete("abcdefgh", params, script, overlap=overlap, **settings) for settings in ({}, NGRAM)],
+        strict=True,
     )
     assert outputs[0].token_ids == outputs[1].token_ids
     assert outputs[0].text == outputs[1].text

@@ -1,12 +1,13 @@
 """Drafts: a step verifies several tokens of a row, and what it rejects leaves no trace."""
 
 import dataclasses
+import math
 
 import pytest
 from doubles_scheduler import StepLoop, make_limits, make_request, run_alone, run_every_interleaving
 
 from aserve.request import GrammarSpec, SamplingParams
-from aserve.scheduler.drafter import Drafter, can_verify
+from aserve.scheduler.drafter import Draft, Drafter, can_verify
 from aserve.scheduler.limits import Limits
 from aserve.scheduler.plan import StepPlan
 from aserve.scheduler.sequence import Sequence
@@ -17,21 +18,20 @@ WRONG = 49  # never what the double's model picks for these prompts; checked whe
 
 
 class PlannedDrafter(Drafter):
-    """Proposes the right tokens and then wrong ones, as many of each as it is told, for one step after the other."""
+    """Proposes the right tokens and then wrong ones, as many of each as it is told, for one step after the other.
+
+    It expects enough of all of them that they are verified.
+    """
 
     def __init__(self, limits: Limits, *steps: tuple[int, int]) -> None:
         self.limits = limits
         self.steps = list(steps)
-        self.accepted: list[int] = []
 
-    def propose(self, batch: list[Sequence]) -> list[list[int]]:
-        if not batch or not self.steps:
-            return [[] for _ in batch]
-        num_right, num_wrong = self.steps.pop(0)
-        return [right_tokens(seq, self.limits, num_right) + [WRONG] * num_wrong for seq in batch]
-
-    def learn(self, seq: Sequence, num_accepted: int) -> None:
-        self.accepted.append(num_accepted)
+    def propose(self, batch: list[Sequence]) -> list[Draft | None]:
+        num_right, num_wrong = self.steps.pop(0) if batch and self.steps else (0, 0)
+        if not num_right + num_wrong:
+            return [None] * len(batch)
+        return [Draft(right_tokens(seq, self.limits, num_right) + [WRONG] * num_wrong, math.inf) for seq in batch]
 
 
 def right_tokens(seq: Sequence, limits: Limits, count: int) -> list[int]:
@@ -46,10 +46,6 @@ def make_loop(*steps: tuple[int, int], depth: int = 0, lease_fraction: float = 0
     return StepLoop(limits, depth=depth, drafter=PlannedDrafter(limits, *steps), lease_fraction=lease_fraction)
 
 
-def accepted(loop: StepLoop) -> list[int]:
-    return loop.scheduler._drafter.accepted
-
-
 @pytest.mark.parametrize(("num_right", "num_wrong"), [(4, 0), (2, 2), (0, 3), (1, 0), (0, 1)])
 def test_a_row_gets_as_many_tokens_as_drafts_are_right_and_one_more(num_right: int, num_wrong: int) -> None:
     loop = make_loop((0, 0), (num_right, num_wrong))
@@ -61,7 +57,6 @@ def test_a_row_gets_as_many_tokens_as_drafts_are_right_and_one_more(num_right: i
     assert (plan.num_chunks, plan.num_sampled, plan.is_decode) == (0, 1 + num_right + num_wrong, False)
     assert len(outcome.token_ids) == 2 + num_right + 1
     assert outcome.num_deltas == 3
-    assert accepted(loop) == [num_right]
     assert loop.launch().num_computed == [6 + num_right + 1]
     loop.run()
     loop.check_outcomes()
@@ -116,7 +111,9 @@ def test_a_stop_token_among_right_drafts_ends_the_request() -> None:
     stop = next(token for token in tokens[2:6] if tokens.index(token) >= 2)
     loop = make_loop((0, 0), (6, 0))
     outcome = loop.add(make_request("r", PROMPT, max_tokens=20, stop_token_ids=(stop,)))
-    loop.scheduler._drafter.propose = lambda batch: [tokens[seq.num_computed + 1 - 5 :][:6] for seq in batch]
+    loop.scheduler._drafter.propose = lambda batch: [
+        Draft(tokens[seq.num_computed - 4 :][:6], math.inf) for seq in batch
+    ]
     loop.run()
     assert (outcome.finish_reason, outcome.stop_token_id) == ("stop", stop)
     assert outcome.token_ids == tokens[: tokens.index(stop) + 1]

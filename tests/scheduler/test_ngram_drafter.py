@@ -7,7 +7,7 @@ from doubles_scheduler import make_request
 
 from aserve.cache.radix_tree import RadixTree
 from aserve.scheduler import ngram_drafter
-from aserve.scheduler.ngram_drafter import MAX_REST, NgramDrafter, NgramSettings
+from aserve.scheduler.ngram_drafter import NgramDrafter, NgramSettings
 from aserve.scheduler.sequence import Sequence, Status
 
 MAX_RATIO = 12.0  # of an append; measured: 5 to 7
@@ -32,62 +32,57 @@ def make_sequence(token_ids: list[int], num_pending: int = 0) -> Sequence:
     )
 
 
+def propose(drafter: NgramDrafter, *batch: Sequence) -> list[list[int]]:
+    return [[] if draft is None else draft.token_ids for draft in drafter.propose(list(batch))]
+
+
 @pytest.mark.parametrize(
     ("token_ids", "expected"),
     [
-        ([1, 2, 3, 4, 5, 6, 9, 1, 2], [3, 4, 5, 6]),  # two tokens that stood there before
-        ([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], [9, 2, 3, 8]),  # three tell more than two that are nearer
-        ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2, 4]),  # the nearest of equals, and the text goes round
+        ([1, 2, 3, 4, 5, 6, 9, 1, 2], [3, 4]),  # two tokens that stood there before
+        ([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], [9, 2, 3]),  # three tell more than two that are nearer
+        ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1]),  # the nearest of equals
+        ([8, 9, 1, 2, 3, 4, 7, 9, 1, 2, 3], [4, 7, 9, 1]),  # four agree, one more than is looked up
         ([1, 2, 3, 4, 5], []),
-        ([7, 7, 7], [7, 7, 7, 7]),
+        ([7, 7, 7], [7, 7]),  # the text goes round
+        ([1, 2, 3, 1, 2, 3, 1, 2], [3, 1, 2, 3]),
         ([7], []),
     ],
 )
-def test_drafts_are_what_followed_the_same_tokens(token_ids: list[int], expected: list[int]) -> None:
-    assert make_drafter().propose([make_sequence(token_ids)]) == [expected]
+def test_drafts_are_what_followed_the_same_tokens_as_many_as_agree(token_ids: list[int], expected: list[int]) -> None:
+    assert propose(make_drafter(), make_sequence(token_ids)) == [expected]
 
 
-@pytest.mark.parametrize(("num_pending", "expected"), [(0, [3, 4, 5, 6]), (1, [4, 5, 6, 9]), (2, [5, 6, 9, 1])])
+@pytest.mark.parametrize(("num_pending", "expected"), [(0, [3, 4, 5]), (1, [4, 5, 6]), (2, [5, 6, 9])])
 def test_tokens_in_flight_are_taken_to_be_what_was_found_for_them(num_pending: int, expected: list[int]) -> None:
-    seq = make_sequence([1, 2, 3, 4, 5, 6, 9, 1, 2], num_pending)
-    assert make_drafter().propose([seq]) == [expected]
+    seq = make_sequence([0, 1, 2, 3, 4, 5, 6, 9, 0, 1, 2], num_pending)
+    assert propose(make_drafter(), seq) == [expected]
 
 
-def test_a_draft_is_as_long_as_the_last_one_was_good() -> None:
-    drafter, seq = make_drafter(num_tokens=6), make_sequence([1, 2] * 10)
-    lens = []
-    for num_accepted in (6, 1, 0, 1, 2):
-        drafter.propose([seq])
-        drafter.learn(seq, num_accepted)
-        seq.token_ids += [1, 2] * MAX_REST  # past any rest
-        seq.num_computed = len(seq.token_ids) - 1
-        (drafts,) = drafter.propose([seq])
-        lens.append(len(drafts))
-    assert lens == [6, 3, 1, 3, 5]
+def test_half_as_many_tokens_are_expected_as_agree_but_no_more_than_are_drafted() -> None:
+    drafter = make_drafter(num_tokens=4)
+    text = list(range(20))
+    copies = [make_sequence([*text, 50, *text[5 : 5 + length]]) for length in (2, 3, 5, 8, 12)]
+    drafts = drafter.propose(copies)
+    assert [len(draft.token_ids) for draft in drafts] == [2, 3, 4, 4, 4]
+    assert [draft.num_expected for draft in drafts] == [1.0, 1.5, 2.5, 4.0, 4.0]
 
 
-def test_after_wrong_drafts_a_sequence_rests_longer_each_time_until_one_is_right() -> None:
-    drafter, seq = make_drafter(), make_sequence([5] * 10)
-    rests = []
-    for num_accepted in (0, 0, 0, 0, 0, 1, 0):
-        drafter.propose([seq])
-        seq.token_ids.append(5)
-        seq.num_computed += 1
-        drafter.learn(seq, num_accepted)
-        num_without = 0
-        while not drafter.propose([seq])[0]:
-            num_without += 1
-            seq.token_ids.append(5)
-            seq.num_computed += 1
-        rests.append(num_without)
-    assert rests == [1, 3, 7, MAX_REST, MAX_REST, 0, 1]
+def test_what_agreed_before_a_wrong_draft_counts_no_longer() -> None:
+    drafter, text = make_drafter(), list(range(20))
+    seq = make_sequence([*text, *text[:12]])
+    assert propose(drafter, seq) == [[12, 13, 14, 15]]
+    seq.token_ids += [50, 5, 6]  # none of these, but a few words that stand there too
+    seq.num_computed += 3
+    (draft,) = drafter.propose([seq])
+    assert (draft.token_ids, draft.num_expected) == ([7, 8], 1.0)
 
 
 def test_long_prompts_take_several_steps_and_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_drafter, "MAX_INDEXED_TOKENS", 100)
     drafter = make_drafter()
     long, other, short = make_sequence([1, 2] * 75), make_sequence([3, 4] * 75), make_sequence([5, 6, 5, 6])
-    results = [[bool(drafts) for drafts in drafter.propose([long, other, short])] for _ in range(3)]
+    results = [list(map(bool, propose(drafter, long, other, short))) for _ in range(3)]
     assert results == [[False, False, True], [True, False, True], [True, True, True]]
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from aserve.scheduler.ngram_index import NgramIndex
+from aserve.scheduler.ngram_index import NgramIndex, agreeing_len
 
 
 def search(token_ids: list[int], min_len: int, max_len: int) -> int | None:
@@ -48,3 +48,16 @@ def test_runs_of_equal_hashes_are_told_apart() -> None:
     index.extend(token_ids, 10)
     assert hash((-1,)) == hash((-2,))
     assert index.find(token_ids) is None
+
+
+def test_how_far_back_two_places_agree_is_counted_by_comparing_ever_longer_runs() -> None:
+    rng = random.Random(3)
+    lens = set()
+    for _ in range(500):
+        token_ids = [rng.randrange(2) for _ in range(rng.randint(2, 40))]
+        end, max_len = rng.randrange(1, len(token_ids)), rng.choice((1, 4, 50))
+        runs = (length for length in range(1, min(end, max_len) + 1))
+        agreeing = [length for length in runs if token_ids[end - length : end] == token_ids[-length:]]
+        assert agreeing_len(token_ids, end, max_len) == max(agreeing, default=0)
+        lens.add(len(agreeing))
+    assert lens >= set(range(6))

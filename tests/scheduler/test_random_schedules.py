@@ -91,7 +91,7 @@ def run_schedule(seed: int) -> dict[str, int]:
         "failed": ends["error"],
         "stopped": ends["stop"],
         "cut": ends["length"],
-        **{f"accepted {num}": drafter.lens[num] if drafter is not None else 0 for num in range(4)},
+        **{f"accepted {num}": loop.device.accepted[num] for num in range(4)},
     }
 
 
