@@ -41,6 +41,8 @@ def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: An
         "products": len(re.findall(r"(?:mma|wgmma)\S*\.sync", kernel.asm["ptx"])),
         "roundings": len(re.findall(r"cvt\S*\.bf16\.f16", kernel.asm["ptx"])),
         "byte_loads": len(re.findall(r"ld\.shared\.b8", kernel.asm["ptx"])),
+        "conversions": len(re.findall(r"cvt\S*\.f16x2\.e4m3x2", kernel.asm["ptx"])),
+        "rearrangements": len(re.findall(r"ldmatrix\S*\.trans", kernel.asm["ptx"])),
         "scalings": re.findall(r"mul\S*\.f16\S*", kernel.asm["ptx"]),
         "shared_bytes": kernel.metadata.shared,
         "is_new": all(kernel is not other for other in kernels),

@@ -53,6 +53,19 @@ def test_elements_of_few_bits_are_read_and_scaled_in_pairs_at_least(reports: lis
         assert set(report["scalings"]) == ({"mul.f16x2"} if is_packed else set()), report
 
 
+def test_packed_keys_and_values_become_factors_where_they_are_read(reports: list[dict[str, Any]]) -> None:
+    """By a conversion for every two, and without a trip through shared memory, from which values come transposed."""
+    variants = {"decode-8-d64", "decode-8-d128", "decode-4-d64", "decode-4-d128"}
+    found = [report for report in reports if report["kernel"] == "split_decode" and report["variant"] in variants]
+    assert {report["variant"] for report in found} == variants
+    launches = {variant.name: variant.launch for variant in DECODE_VARIANTS}
+    for report in found:
+        launch, head_dim = launches[report["variant"]], int(report["variant"].rpartition("d")[2])
+        assert launch is not None
+        assert report["conversions"] >= launch.block_len * head_dim // (32 * launch.num_warps), report
+        assert report["rearrangements"] == 0, report
+
+
 def test_all_fits_in_registers_and_in_the_shared_memory_that_the_launch_admits(reports: list[dict[str, Any]]) -> None:
     rows = {variant.name: variant for variant in DECODE_VARIANTS}
     for report in reports:

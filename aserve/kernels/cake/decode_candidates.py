@@ -6,13 +6,12 @@ from itertools import product
 from aserve.kernels.cake.architectures import SHARED_BYTES
 from aserve.kernels.cake.decode_case import GROUP, StepSize
 from aserve.kernels.cake.decode_variants import DecodeVariant
-from aserve.kernels.cake.split_launch import SplitLaunch, tile_rows
+from aserve.kernels.cake.split_launch import REGISTERS, SplitLaunch
 from aserve.kernels.nvfp4 import element_bytes
 
 RESERVED_BYTES = 1 << 10  # of shared memory, for each program on a multiprocessor
-REGISTERS = 1 << 16  # of a multiprocessor
 MAX_SUMS = 128  # that a thread keeps
-OTHER_REGISTERS = 64  # of a thread
+OTHER_REGISTERS, APART_REGISTERS = 64, 100  # of a thread; where each warp unpacks what it needs
 BLOCK_BYTES = (4 << 10, 8 << 10, 16 << 10, 32 << 10)  # of the keys of a block
 SIZES = (StepSize(1, 8192), StepSize(8, 4096), StepSize(128, 1024))
 FEW_LEN = 4096  # keys of each sequence of a step of few
@@ -47,9 +46,12 @@ def candidates(row: DecodeVariant, capability: tuple[int, int]) -> list[SplitLau
 
 def _fits(launch: SplitLaunch, head_dim: int, kv_bytes: float, shared_bytes: int) -> bool:
     """Whether all programs of a multiprocessor find their memory and registers, and none has hardly any copies."""
-    tile, num_threads = tile_rows(GROUP), 32 * launch.num_warps
+    tile, num_threads = launch.tile_rows(head_dim, GROUP, kv_bytes), 32 * launch.num_warps
     taken = launch.programs_per_sm * (launch.shared_bytes(head_dim, GROUP, kv_bytes) + RESERVED_BYTES)
-    sums = tile * (head_dim + launch.block_len) // num_threads
-    registers = launch.programs_per_sm * num_threads * (sums + OTHER_REGISTERS)
+    if launch.is_apart(head_dim, GROUP, kv_bytes):
+        sums, others = tile * (head_dim + launch.block_len // launch.num_warps) // 32, APART_REGISTERS
+    else:
+        sums, others = tile * (head_dim + launch.block_len) // num_threads, OTHER_REGISTERS
+    registers = launch.programs_per_sm * num_threads * (sums + others)
     is_busy = taken * 4 > shared_bytes  # less than a quarter in flight cannot keep the memory busy
     return taken <= shared_bytes + RESERVED_BYTES and sums <= MAX_SUMS and registers <= REGISTERS and is_busy

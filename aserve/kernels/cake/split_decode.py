@@ -9,7 +9,7 @@ from aserve.kernels.cake.attention_call import AttentionCall
 from aserve.kernels.cake.decode_schedule import UNBOUNDED, DecodeSchedule
 from aserve.kernels.cake.factors import factor_dtype
 from aserve.kernels.cake.split_decode_kernels import merge_decode, split_decode
-from aserve.kernels.cake.split_launch import SplitLaunch, tile_rows
+from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.cake.variant import row_width
 from aserve.kernels.gpu.launch import can_overlap, launch_options
 
@@ -49,6 +49,8 @@ def run_split_decode(
         raise ValueError(f"partials: too small for {num_programs} programs of {num_rows} rows of {head_dim}")
     if (batch.cu_query_lens is None) != (max_queries == 1):
         raise ValueError(f"cu_query_lens: must be given where a sequence has up to {max_queries} queries")
+    kv_bytes = 4 / pages.per_word  # of an element that is packed
+    is_apart = launch.is_apart(head_dim, num_rows, kv_bytes)
     # Only the merge starts early. Programs of the split that came while others still run would stand three on some
     # multiprocessors and one on others, though their shares are equal; and what they find written is also there for it.
     overlap = can_overlap(call.q.device)
@@ -80,13 +82,16 @@ def run_split_decode(
         **call.constants,
         WIDTH=width,
         QUERIES=max_queries,
-        TILE_ROWS=tile_rows(num_rows),
+        TILE_ROWS=launch.tile_rows(head_dim, num_rows, kv_bytes),
         BLOCK_LEN=launch.block_len,
         MIN_UNITS=launch.min_units,
+        WARPS=launch.num_warps,
+        IS_APART=is_apart,
         FACTOR=factor_dtype(call.q.dtype, pages.keys.dtype),
         OVERLAP=overlap,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        maxnreg=launch.max_registers if is_apart else None,
     )
     if rules.window is not None and rules.window + max_queries - 1 <= launch.block_len:
         return  # a sequence is one block, which no border of programs cuts

@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from aserve.kernels.cake.attend_apart import attend_apart
+from aserve.kernels.cake.attend_together import attend_together
 from aserve.kernels.cake.decode_schedule import START_UNITS, find_first_unit, find_owner, find_pair, skip_empty
 from aserve.kernels.cake.factors import to_factors
-from aserve.kernels.cake.kv_blocks import find_channels, find_offsets, load_block, load_scale
-from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
+from aserve.kernels.cake.kv_blocks import find_channels, load_scale
+from aserve.kernels.cake.softmax import LN_2, add_sinks
 
 
 # Tables may begin at any element; specialised on that, the kernels would be compiled again while serving.
@@ -74,6 +76,8 @@ def split_decode(
     TILE_ROWS: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
     MIN_UNITS: tl.constexpr,
+    WARPS: tl.constexpr,
+    IS_APART: tl.constexpr,
     FACTOR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -84,7 +88,7 @@ def split_decode(
     unit = find_first_unit(program, total, tl.num_programs(0), MIN_UNITS)
     stop = find_first_unit(program + 1, total, tl.num_programs(0), MIN_UNITS)
     seq = tl.load(first_seqs + program)
-    elements = find_channels(WIDTH, PER_WORD)
+    elements = find_channels(WIDTH, 1 if IS_APART else PER_WORD)
     while unit < stop:
         if QUERIES > 1:  # a sequence may have no query, or more than are served here
             seq = skip_empty(seq, starts)
@@ -105,33 +109,64 @@ def split_decode(
             table_row = page_table + tl.load(rows + seq).to(tl.int64) * table_stride
 
             head_scale = scale * load_scale(key_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)
-            greatest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-            denominator = tl.zeros([TILE_ROWS], tl.float32)
-            output = tl.zeros([TILE_ROWS, WIDTH], tl.float32)
-            for i in range(0, count):
-                positions = first + i * BLOCK_LEN + tl.arange(0, BLOCK_LEN)
-                is_key = positions < key_len
-                offsets = find_offsets(
-                    table_row, positions, is_key, kv_head, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE
+            if IS_APART:
+                greatest, denominator, output = attend_apart(
+                    queries,
+                    keys,
+                    values,
+                    key_blocks,
+                    value_blocks,
+                    table_row,
+                    first,
+                    count,
+                    key_len,
+                    kv_head,
+                    places,
+                    num_queries,
+                    window,
+                    head_scale,
+                    softcap,
+                    HEAD_DIM,
+                    PAGE_STRIDE,
+                    TOKEN_STRIDE,
+                    HEAD_STRIDE,
+                    PAGE_SIZE,
+                    HAS_SOFTCAP,
+                    PER_WORD,
+                    QUERIES,
+                    BLOCK_LEN,
+                    FACTOR,
+                    WARPS,
                 )
-                block_keys = load_block(keys, key_blocks, offsets, is_key, HEAD_DIM, WIDTH, PER_WORD, FACTOR)
-                products = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
-                scores = scale_scores(products, head_scale, softcap, HAS_SOFTCAP)
-                is_seen = is_key[None, :]
-                if QUERIES > 1:
-                    distance = (key_len - num_queries + places)[:, None] - positions[None, :]
-                    is_seen = is_seen & (distance >= 0) & (distance < window)
-                scores = tl.where(is_seen, scores, float("-inf"))
-                new_greatest = tl.maximum(greatest, tl.max(scores, 1))
-                offset = new_greatest
-                if QUERIES > 1:  # a row may have seen no key yet
-                    offset = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)
-                kept = tl.exp2(greatest - offset)
-                weights = tl.exp2(scores - offset[:, None])
-                denominator = denominator * kept + tl.sum(weights, 1)
-                block_values = load_block(values, value_blocks, offsets, is_key, HEAD_DIM, WIDTH, PER_WORD, FACTOR)
-                output = tl.dot(weights.to(FACTOR), block_values, output * kept[:, None], input_precision="ieee")
-                greatest = new_greatest
+            else:
+                greatest, denominator, output = attend_together(
+                    queries,
+                    keys,
+                    values,
+                    key_blocks,
+                    value_blocks,
+                    table_row,
+                    first,
+                    count,
+                    key_len,
+                    kv_head,
+                    places,
+                    num_queries,
+                    window,
+                    head_scale,
+                    softcap,
+                    HEAD_DIM,
+                    WIDTH,
+                    PAGE_STRIDE,
+                    TOKEN_STRIDE,
+                    HEAD_STRIDE,
+                    PAGE_SIZE,
+                    HAS_SOFTCAP,
+                    PER_WORD,
+                    QUERIES,
+                    BLOCK_LEN,
+                    FACTOR,
+                )
 
             if QUERIES > 1:  # a row that sees none of these keys weighs nothing, but may not be NaN
                 denominator = tl.where(denominator > 0.0, denominator, 1.0)

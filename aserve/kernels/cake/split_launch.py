@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from aserve.kernels.cake.variant import Launch, row_width
 
 MIN_UNITS = 2  # blocks that are worth a program of their own
-MIN_TILE_ROWS = 16  # rows that a matrix product has at least
+MIN_TILE_ROWS, MIN_TILE_COLUMNS = 16, 8  # that a matrix product has at least
 WARP_GROUP_ROWS = 64  # from which on Hopper a warp group computes it together
+MAX_APART_ROWS = 16  # of which a warp keeps whole sums
+APART_HEAD_DIMS = (64, 128)
+REGISTERS, MAX_REGISTERS = 1 << 16, 255  # of a multiprocessor, of a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +22,31 @@ class SplitLaunch(Launch):
     programs_per_sm: int
     min_units: int = MIN_UNITS  # that are worth a program of their own
 
+    @property
+    def max_registers(self) -> int | None:
+        """Return how many registers a thread may take for all programs to run at once, None if any number."""
+        count = REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8
+        return count if count < MAX_REGISTERS else None
+
+    def is_apart(self, head_dim: int, num_rows: int, kv_bytes: float) -> bool:
+        """Whether each warp attends to keys of its own, for ``num_rows`` queries times heads; see attend_apart.py."""
+        least_len = self.num_warps * (16 if kv_bytes == 1 else 32)
+        is_small = num_rows <= MAX_APART_ROWS and head_dim in APART_HEAD_DIMS
+        return kv_bytes <= 1 and is_small and self.block_len >= least_len
+
+    def tile_rows(self, head_dim: int, num_rows: int, kv_bytes: float) -> int:
+        """Return the rows of a program's tile; no less than a matrix product has, or its transpose has columns."""
+        least = MIN_TILE_COLUMNS if self.is_apart(head_dim, num_rows, kv_bytes) else MIN_TILE_ROWS
+        return max(least, 1 << (num_rows - 1).bit_length())
+
     def shared_bytes(self, head_dim: int, group: int, kv_bytes: float) -> int:
         """Return the shared memory that a program takes at most, with keys of ``kv_bytes`` an element."""
-        tile, width = tile_rows(group), row_width(head_dim)
+        tile, width = self.tile_rows(head_dim, group, kv_bytes), row_width(head_dim)
         block = self.block_len * width
         copies = int(max(self.num_stages - 1, 2) * block * kv_bytes)  # of keys and values in turn
+        if self.is_apart(head_dim, group, kv_bytes):
+            return copies + 8 * self.block_len + 512
         unpacked = 2 * block if kv_bytes <= 1 else 0  # values, as 16 bits
         # Operands are rearranged by way of shared memory; products of a warp group also take theirs from there.
         operands = tile * (width + self.block_len) * (4 if tile >= WARP_GROUP_ROWS else 2)
         return copies + unpacked + operands + 8 * self.block_len + 512
-
-
-def tile_rows(count: int) -> int:
-    """Return the rows of a tile for ``count`` queries times heads."""
-    return max(MIN_TILE_ROWS, 1 << (count - 1).bit_length())
