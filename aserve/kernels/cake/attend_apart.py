@@ -58,8 +58,8 @@ def attend_apart(
     greatest = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([WARPS, ROWS], tl.float32)
     output = tl.zeros([WARPS, HEAD_DIM, ROWS], tl.float32)
-    for i in range(0, count):
-        positions = first + i * BLOCK_LEN + tl.arange(0, BLOCK_LEN)
+    for begin in range(first, first + count * BLOCK_LEN, BLOCK_LEN):
+        positions = begin + tl.arange(0, BLOCK_LEN)
         is_key = positions < key_len
         unsigned = positions.to(tl.uint32)
         pages = tl.load(table_row + unsigned // PAGE_SIZE, mask=is_key, other=0)
