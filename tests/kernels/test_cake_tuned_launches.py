@@ -100,5 +100,5 @@ def test_an_h200_is_launched_as_it_was_measured() -> None:
     assert rows["decode-16-d128"] == SplitLaunch(64, 4, 5, 2)
     assert rows["decode-16-d256"] == SplitLaunch(32, 4, 5, 2)
     assert rows["decode-8-d64"] == SplitLaunch(128, 4, 5, 4)
-    assert rows["decode-8-d128"] == SplitLaunch(128, 4, 5, 2)
+    assert rows["decode-8-d128"] == SplitLaunch(64, 2, 5, 6)
     assert rows["decode-8-d256"] == SplitLaunch(64, 4, 5, 2)

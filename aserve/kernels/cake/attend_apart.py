@@ -35,6 +35,7 @@ def attend_apart(
     scale,
     softcap,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
@@ -53,19 +54,21 @@ def attend_apart(
     ROWS: tl.constexpr = queries.shape[0]
     SHARE: tl.constexpr = BLOCK_LEN // WARPS
     IS_COMPILED: tl.constexpr = FACTOR == tl.float16  # noqa: SIM300 - no constant; see factor_dtype
-    queries = tl.broadcast_to(arrange_channels(queries, PER_WORD)[None, :, :], [WARPS, ROWS, HEAD_DIM])
+    queries = tl.broadcast_to(arrange_channels(queries, PER_WORD)[None, :, :], [WARPS, ROWS, WIDTH])
     scale *= 1 / 256  # elements are larger by this than ``load_scale`` expects
     greatest = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([WARPS, ROWS], tl.float32)
-    output = tl.zeros([WARPS, HEAD_DIM, ROWS], tl.float32)
+    output = tl.zeros([WARPS, WIDTH, ROWS], tl.float32)
     for begin in range(first, first + count * BLOCK_LEN, BLOCK_LEN):
         positions = begin + tl.arange(0, BLOCK_LEN)
         is_key = positions < key_len
         unsigned = positions.to(tl.uint32)
         pages = tl.load(table_row + unsigned // PAGE_SIZE, mask=is_key, other=0)
         offsets = (unsigned % PAGE_SIZE).to(tl.int32) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
-        block_keys = load_keys(keys, key_blocks, pages, offsets, is_key, HEAD_DIM, PAGE_STRIDE, PER_WORD, IS_COMPILED)
-        block_keys = tl.reshape(block_keys, [WARPS, SHARE, HEAD_DIM]).to(FACTOR)
+        block_keys = load_keys(
+            keys, key_blocks, pages, offsets, is_key, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, IS_COMPILED
+        )
+        block_keys = tl.reshape(block_keys, [WARPS, SHARE, WIDTH]).to(FACTOR)
         products = tl.dot(queries, tl.permute(block_keys, (0, 2, 1)), input_precision="ieee")
         scores = scale_scores(products, scale, softcap, HAS_SOFTCAP)
         is_seen = tl.reshape(is_key, [WARPS, SHARE])[:, None, :]
@@ -80,9 +83,9 @@ def attend_apart(
         weights = tl.exp2(scores - offset[:, :, None])
         denominator = denominator * kept + tl.sum(weights, 2)
         block_values = load_values(
-            values, value_blocks, pages, offsets, is_key, HEAD_DIM, PAGE_STRIDE, PER_WORD, IS_COMPILED
+            values, value_blocks, pages, offsets, is_key, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, IS_COMPILED
         )
-        block_values = tl.reshape(block_values, [WARPS, SHARE, HEAD_DIM]).to(FACTOR)
+        block_values = tl.reshape(block_values, [WARPS, SHARE, WIDTH]).to(FACTOR)
         weights = tl.permute(arrange_weights(weights.to(FACTOR), PER_WORD), (0, 2, 1))
         block_values = tl.permute(block_values, (0, 2, 1))
         output = tl.dot(block_values, weights, output * kept[:, None, :], input_precision="ieee")

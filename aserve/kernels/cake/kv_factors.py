@@ -17,29 +17,32 @@ def load_keys(
     places,
     is_key,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     PER_WORD: tl.constexpr,
     IS_COMPILED: tl.constexpr,
 ):
-    """Return keys [L, HEAD_DIM] as float16 in the order of ``arrange_channels``.
+    """Return keys [L, WIDTH], zeros past HEAD_DIM, as float16 in the order of ``arrange_channels``.
 
     ``words`` have PER_WORD elements: 4 of e4m3, or 8 of nvfp4, which are multiplied with the scales of their blocks.
     IS_COMPILED is whether instructions of the GPU can be named.
     """
     LEN: tl.constexpr = places.shape[0]
-    WORDS: tl.constexpr = HEAD_DIM // PER_WORD
-    rows = _load_rows(words, pages, places, is_key, WORDS, PAGE_STRIDE).to(tl.uint32, bitcast=True)
+    WORDS: tl.constexpr = WIDTH // PER_WORD
+    rows = _load_rows(words, pages, places, is_key, HEAD_DIM // PER_WORD, WORDS, PAGE_STRIDE).to(
+        tl.uint32, bitcast=True
+    )
     if PER_WORD == 4:
         pairs = _unpack(rows, None, PER_WORD, IS_COMPILED)
     else:
-        scales = _load_scales(block_scales, pages, places, is_key, HEAD_DIM, PAGE_STRIDE)
+        scales = _load_scales(block_scales, pages, places, is_key, HEAD_DIM, WIDTH, PAGE_STRIDE)
         scales = tl.broadcast_to((scales | scales << 16)[:, :, None], [LEN, WORDS // 2, 2])
         pairs = _unpack(rows, tl.reshape(scales, [LEN, WORDS]), PER_WORD, IS_COMPILED)
     low, high = _halves(pairs)
     keys = tl.join(low, high)
     if PER_WORD == 8:
         keys = tl.permute(tl.reshape(keys, [LEN, WORDS, 2, 2, 2]), (0, 1, 2, 4, 3))
-    return arrange_channels(tl.reshape(keys, [LEN, HEAD_DIM]), PER_WORD)
+    return arrange_channels(tl.reshape(keys, [LEN, WIDTH]), PER_WORD)
 
 
 @triton.jit
@@ -50,25 +53,27 @@ def load_values(
     places,
     is_key,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     PER_WORD: tl.constexpr,
     IS_COMPILED: tl.constexpr,
 ):
-    """Return values [L, HEAD_DIM] in the order of keys of ``arrange_weights``; see ``restore_channels``."""
+    """Return values [L, WIDTH] so, in the order of keys of ``arrange_weights``; see ``restore_channels``."""
     LEN: tl.constexpr = places.shape[0]
-    WORDS: tl.constexpr = HEAD_DIM // PER_WORD
-    even, odd = _split_keys(_load_rows(words, pages, places, is_key, WORDS, PAGE_STRIDE).to(tl.uint32, bitcast=True))
+    WORDS: tl.constexpr = WIDTH // PER_WORD
+    rows = _load_rows(words, pages, places, is_key, HEAD_DIM // PER_WORD, WORDS, PAGE_STRIDE)
+    even, odd = _split_keys(rows.to(tl.uint32, bitcast=True))
     first, last = _interleave(even, odd, IS_COMPILED)
     if PER_WORD == 4:
         first, last = _unpack(first, None, PER_WORD, IS_COMPILED), _unpack(last, None, PER_WORD, IS_COMPILED)
     else:
-        even, odd = _split_keys(_load_scales(block_scales, pages, places, is_key, HEAD_DIM, PAGE_STRIDE))
+        even, odd = _split_keys(_load_scales(block_scales, pages, places, is_key, HEAD_DIM, WIDTH, PAGE_STRIDE))
         scales = tl.broadcast_to((even | odd << 16)[:, :, None], [LEN // 2, WORDS // 2, 2])
         scales = tl.reshape(scales, [LEN // 2, WORDS])
         first, last = _unpack(first, scales, PER_WORD, IS_COMPILED), _unpack(last, scales, PER_WORD, IS_COMPILED)
     low, high = _halves(tl.permute(tl.join(first, last), (0, 1, 3, 2)))
-    values = tl.reshape(tl.join(low, high), [LEN // (4 * PER_WORD), PER_WORD // 2, 4, 8, HEAD_DIM // 8, 2])
-    return tl.reshape(tl.permute(values, (0, 2, 1, 5, 4, 3)), [LEN, HEAD_DIM])
+    values = tl.reshape(tl.join(low, high), [LEN // (4 * PER_WORD), PER_WORD // 2, 4, 8, WIDTH // 8, 2])
+    return tl.reshape(tl.permute(values, (0, 2, 1, 5, 4, 3)), [LEN, WIDTH])
 
 
 @triton.jit
@@ -122,20 +127,26 @@ def _unpack(words, scales, PER_WORD: tl.constexpr, IS_COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(stored, pages, places, is_key, WIDTH: tl.constexpr, PAGE_STRIDE: tl.constexpr):
-    """Return WIDTH elements from each of ``places`` in their pages on; zeros where there is no key.
+def _load_rows(stored, pages, places, is_key, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PAGE_STRIDE: tl.constexpr):
+    """Return LENGTH elements from each of ``places`` in their pages on; zeros beside them, and where there is no key.
 
     Pages, the only part that differs among rows of a thread, are added last.
     """
-    pointers = stored + (places[:, None] + tl.arange(0, WIDTH)[None, :])
-    return tl.load(pointers + (pages.to(tl.int64) * PAGE_STRIDE)[:, None], mask=is_key[:, None], other=0.0)
+    elements = tl.arange(0, WIDTH)
+    pointers = stored + (places[:, None] + elements[None, :]) + (pages.to(tl.int64) * PAGE_STRIDE)[:, None]
+    is_inside = is_key[:, None]
+    if LENGTH < WIDTH:
+        is_inside = is_inside & (elements < LENGTH)[None, :]
+    return tl.load(pointers, mask=is_inside, other=0.0)
 
 
 @triton.jit
-def _load_scales(block_scales, pages, places, is_key, HEAD_DIM: tl.constexpr, PAGE_STRIDE: tl.constexpr):
-    """Return the bits of the scales [L, HEAD_DIM / 16] as float16; a head has half as many as words."""
-    scales = _load_rows(block_scales, pages, places // 2, is_key, HEAD_DIM // 16, PAGE_STRIDE // 2).to(tl.float16)
-    return scales.to(tl.uint16, bitcast=True).to(tl.uint32)
+def _load_scales(
+    block_scales, pages, places, is_key, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE_STRIDE: tl.constexpr
+):
+    """Return the bits of the scales [L, WIDTH / 16] as float16; a head has half as many as words."""
+    scales = _load_rows(block_scales, pages, places // 2, is_key, HEAD_DIM // 16, WIDTH // 16, PAGE_STRIDE // 2)
+    return scales.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
 @triton.jit

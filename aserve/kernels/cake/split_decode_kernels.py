@@ -127,6 +127,7 @@ def split_decode(
                     head_scale,
                     softcap,
                     HEAD_DIM,
+                    WIDTH,
                     PAGE_STRIDE,
                     TOKEN_STRIDE,
                     HEAD_STRIDE,

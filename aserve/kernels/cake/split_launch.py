@@ -8,7 +8,8 @@ MIN_UNITS = 2  # blocks that are worth a program of their own
 MIN_TILE_ROWS, MIN_TILE_COLUMNS = 16, 8  # that a matrix product has at least
 WARP_GROUP_ROWS = 64  # from which on Hopper a warp group computes it together
 MAX_APART_ROWS = 16  # of which a warp keeps whole sums
-APART_HEAD_DIMS = (64, 128)
+APART_WIDTHS = (64, 128)
+WORDS_BYTES = 16  # that heads are whole multiples of where they are read as words
 REGISTERS, MAX_REGISTERS = 1 << 16, 255  # of a multiprocessor, of a thread
 
 
@@ -31,8 +32,9 @@ class SplitLaunch(Launch):
     def is_apart(self, head_dim: int, num_rows: int, kv_bytes: float) -> bool:
         """Whether each warp attends to keys of its own, for ``num_rows`` queries times heads; see attend_apart.py."""
         least_len = self.num_warps * (16 if kv_bytes == 1 else 32)
-        is_small = num_rows <= MAX_APART_ROWS and head_dim in APART_HEAD_DIMS
-        return kv_bytes <= 1 and is_small and self.block_len >= least_len
+        is_small = num_rows <= MAX_APART_ROWS and row_width(head_dim) in APART_WIDTHS
+        are_words = kv_bytes < 1 or (kv_bytes == 1 and head_dim % WORDS_BYTES == 0)
+        return are_words and is_small and self.block_len >= least_len
 
     def tile_rows(self, head_dim: int, num_rows: int, kv_bytes: float) -> int:
         """Return the rows of a program's tile; no less than a matrix product has, or its transpose has columns."""
