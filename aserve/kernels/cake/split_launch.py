@@ -47,7 +47,7 @@ class SplitLaunch(Launch):
         block = self.block_len * width
         copies = int(max(self.num_stages - 1, 2) * block * kv_bytes)  # of keys and values in turn
         if self.is_apart(head_dim, group, kv_bytes):
-            return copies + 8 * self.block_len + 512
+            return copies + 8 * self.block_len
         unpacked = 2 * block if kv_bytes <= 1 else 0  # values, as 16 bits
         # Operands are rearranged by way of shared memory; products of a warp group also take theirs from there.
         operands = tile * (width + self.block_len) * (4 if tile >= WARP_GROUP_ROWS else 2)
