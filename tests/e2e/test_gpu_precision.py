@@ -29,9 +29,10 @@ from aserve.request import RequestOutput, SamplingParams, TokenLogprobs
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 NUM_TOP, NUM_TOKENS = 20, 32
 MAX_RATIO = 1.5  # of our error to transformers'
-MAX_RATIO_8_BIT = 16.0  # keys and values in e4m3 have 4 bits of mantissa fewer than in bfloat16
+MAX_RATIOS = {"fp8": 16.0, "nvfp4": 64.0}  # keys and values have 4 and 6 bits of mantissa fewer than in bfloat16
 CLEAR_MARGIN = 0.5  # between float32's two best log probabilities; bfloat16 errs by less than a fifth of that
-MIN_AGREEMENT, MIN_AGREEMENT_8_BIT = 0.99, 0.9
+MIN_AGREEMENT = 0.99
+MIN_AGREEMENTS = {"fp8": 0.9, "nvfp4": 0.8}
 DEMO = AttentionKind(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)
 SIZES: dict[str, Any] = {
     "dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 256, "max_model_len": 512, "num_pages": 1200,
@@ -130,19 +131,20 @@ def test_log_probabilities_of_every_backend(
     assert rms(changes) <= MAX_RATIO * rms(theirs.prefill)
 
 
-@pytest.mark.parametrize("setting", ["fi", "cake"])
-def test_an_8_bit_cache(
-    setting: str, make_engine: MakeEngine, prompts: list[list[int]], scores: tuple[Score, Score]
+@pytest.mark.parametrize(("setting", "kv_cache_dtype"), [("fi", "fp8"), ("cake", "fp8"), ("cake", "nvfp4")])
+def test_a_cache_of_few_bits(
+    setting: str, kv_cache_dtype: str, make_engine: MakeEngine, prompts: list[list[int]], scores: tuple[Score, Score]
 ) -> None:
     """Coarser, but the same model; it must also make a difference, else the cache is not what was asked for."""
-    engine = make_engine(**SIZES, attention_backend=setting, kv_cache_dtype="fp8")
+    engine = make_engine(**SIZES, attention_backend=setting, kv_cache_dtype=kv_cache_dtype)
     cold, warm = asyncio.run(run_cold_and_warm(engine, prompts))
     ours, theirs = compare(cold, prompts, scores)
-    print(f"{setting}, fp8: {ours}; transformers: {theirs}")
-    assert rms(theirs.prefill) < rms(ours.prefill) <= MAX_RATIO_8_BIT * rms(theirs.prefill)
-    assert rms(theirs.decode) < rms(ours.decode) <= MAX_RATIO_8_BIT * rms(theirs.decode)
-    assert ours.agreement >= MIN_AGREEMENT_8_BIT
-    assert rms(first_token_changes(cold, warm)) <= MAX_RATIO_8_BIT * rms(theirs.prefill)
+    print(f"{setting}, {kv_cache_dtype}: {ours}; transformers: {theirs}")
+    max_ratio = MAX_RATIOS[kv_cache_dtype]
+    assert rms(theirs.prefill) < rms(ours.prefill) <= max_ratio * rms(theirs.prefill)
+    assert rms(theirs.decode) < rms(ours.decode) <= max_ratio * rms(theirs.decode)
+    assert ours.agreement >= MIN_AGREEMENTS[kv_cache_dtype]
+    assert rms(first_token_changes(cold, warm)) <= max_ratio * rms(theirs.prefill)
 
 
 async def run_cold_and_warm(engine: Any, prompts: list[list[int]]) -> tuple[list[RequestOutput], list[RequestOutput]]:
