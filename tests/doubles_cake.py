@@ -7,6 +7,7 @@ from doubles_attention import PagedCase, dense_attention, make_case
 
 from aserve.attention.base import AttentionSpec
 from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
+from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.nvfp4 import NVFP4
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,6 +44,12 @@ def make_call(case: PagedCase, spec: AttentionSpec, *, has_lse: bool = True) -> 
         batch=PagedBatch(batch.page_table, rows, batch.key_lens_device, batch.page_size, starts),
         rules=ScoreRules(spec.scale, spec.sliding_window, spec.softcap, spec.sinks),
     )
+
+
+def launch_for(call: AttentionCall) -> SplitLaunch:
+    """One with blocks as small as they may be."""
+    block_len = 16 if call.pages.block_scales is None else 32
+    return SplitLaunch(block_len, num_warps=4, num_stages=2, programs_per_sm=1)
 
 
 def check(call: AttentionCall, case: PagedCase, spec: AttentionSpec) -> None:

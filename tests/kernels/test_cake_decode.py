@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from doubles_attention import PagedCase, make_case, make_spec
-from doubles_cake import DEVICE, FORMATS, RULES, SINKS, TOLERANCES, check, make_call
+from doubles_cake import DEVICE, FORMATS, RULES, SINKS, TOLERANCES, check, launch_for, make_call
 from torch import Tensor
 
 from aserve.attention.base import AttentionSpec
@@ -17,12 +17,12 @@ from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
 from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.nvfp4 import NVFP4, BlockScales
 
-LAUNCH = SplitLaunch(block_len=16, num_warps=4, num_stages=2, programs_per_sm=1)
 NUM_PROGRAMS = 7
 
 
-def run_split(call: AttentionCall, num_programs: int = NUM_PROGRAMS, launch: SplitLaunch = LAUNCH) -> None:
+def run_split(call: AttentionCall, num_programs: int = NUM_PROGRAMS, launch: SplitLaunch | None = None) -> None:
     """With NaN in what programs leave each other."""
+    launch = launch or launch_for(call)
     call.check()
     schedule = DecodeSchedule.allocate(len(call.q), num_programs, call.q.device)
     partials = PartialResults.allocate(num_programs, call.group, call.q.shape[2], call.q.device)

@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 import torch
 from doubles_attention import dense_attention, make_spec
-from doubles_cake import FORMATS, SINKS, check, chunks, make_call
+from doubles_cake import FORMATS, SINKS, check, chunks, launch_for, make_call
 from torch import Tensor
 
 from aserve.kernels.cake.attention_call import AttentionCall
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.plain_decode import run_plain_decode
-from aserve.kernels.cake.split_decode import PartialResults, SplitLaunch, run_split_decode
+from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
 
-LAUNCH = SplitLaunch(block_len=16, num_warps=4, num_stages=2, programs_per_sm=1)
 MAX_QUERIES = 4
 
 
@@ -31,10 +30,10 @@ def run(call: AttentionCall, num_programs: int = 7, max_queries: int = MAX_QUERI
         call.batch.key_lens,
         window=call.rules.window,
         num_kv_heads=call.num_kv_heads,
-        block_len=LAUNCH.block_len,
+        block_len=launch_for(call).block_len,
         cu_query_lens=call.batch.cu_query_lens,
     )
-    run_split_decode(call, LAUNCH, schedule, partials)
+    run_split_decode(call, launch_for(call), schedule, partials)
 
 
 EDGES = [(1, 1), (4, 4), (2, 16), (3, 17), (4, 15), (4, 90), (1, 33)]
@@ -152,9 +151,9 @@ def test_what_does_not_fit_together_is_refused_by_name() -> None:
         fill_schedule(schedule, call.batch.key_lens, window=None, num_kv_heads=1, block_len=16)
     single = dataclasses.replace(call.batch, cu_query_lens=None)
     with pytest.raises(ValueError, match="cu_query_lens: must be given where a sequence has up to 4 queries"):
-        run_split_decode(dataclasses.replace(call, batch=single), LAUNCH, schedule, partials)
+        run_split_decode(dataclasses.replace(call, batch=single), launch_for(call), schedule, partials)
     small = PartialResults.allocate(2, 7, 64, call.q.device)
     with pytest.raises(ValueError, match="partials: too small for 2 programs of 8 rows of 64"):
-        run_split_decode(call, LAUNCH, schedule, small)
+        run_split_decode(call, launch_for(call), schedule, small)
     with pytest.raises(ValueError, match="cu_query_lens: the plain kernel takes one query of each sequence"):
         run_plain_decode(call)

@@ -76,6 +76,8 @@ def test_transformed_keys_and_queries(
         (target.key, None if blocks is None else blocks.key, scales[0], expected),
         (target.value, None if blocks is None else blocks.value, scales[1], v),
     ):
+        if not is_packed:
+            wanted = wanted.clamp(-448 * scale, 448 * scale)
         stored = read(pages, block_scales, target.slot_mapping) * scale
         error = (stored.double() - wanted).norm() / wanted.norm()
         assert error < TOO_FAR[is_packed], f"relative error {error:.2e}"

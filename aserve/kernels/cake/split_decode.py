@@ -13,6 +13,7 @@ from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.cake.variant import row_width
 from aserve.kernels.gpu.launch import can_overlap, launch_options
 
+MIN_4_BIT_BLOCK = 32  # keys; with 16 compiled kernels gave wrong sums on an H200
 MERGED_ELEMENTS = 8192  # of partial results, that the merge reads at once
 
 
@@ -45,6 +46,8 @@ def run_split_decode(
     rules, pages, batch = call.rules, call.pages, call.batch
     num_programs, group, max_queries = len(schedule.first_seqs), call.group, schedule.max_queries
     num_seqs, num_rows = len(batch.rows), max_queries * group
+    if pages.per_word == 8 and launch.block_len < MIN_4_BIT_BLOCK:
+        raise ValueError(f"block_len: must be {MIN_4_BIT_BLOCK} or more on nvfp4, not {launch.block_len}")
     if len(partials.lses) < num_programs * 2 * num_rows or len(partials.outs) < num_programs * 2 * num_rows * head_dim:
         raise ValueError(f"partials: too small for {num_programs} programs of {num_rows} rows of {head_dim}")
     if (batch.cu_query_lens is None) != (max_queries == 1):
