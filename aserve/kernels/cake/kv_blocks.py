@@ -101,6 +101,15 @@ def find_channels(WIDTH: tl.constexpr, PER_WORD: tl.constexpr):
 
 
 @triton.jit
+def mask_channels(is_row, channels, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Return which channels of rows there are, [L, WIDTH], or [L, 1] for heads that fill their width."""
+    if HEAD_DIM == WIDTH:
+        return is_row[:, None]
+    else:
+        return is_row[:, None] & (channels < HEAD_DIM)[None, :]
+
+
+@triton.jit
 def load_scale(scale, kv_head, IS_PER_HEAD: tl.constexpr, PER_WORD: tl.constexpr):
     """Return what keys or values of a KV head, as ``load_block`` returns them, are to be multiplied with.
 
