@@ -9,7 +9,7 @@ from aserve.attention.balance import balance_keys
 from aserve.attention.base import AttentionProblem, AttentionSpec, KVScales, LayerKV
 from aserve.attention.torch_backend import TorchBackend
 from aserve.distributed.group import RankGroup
-from aserve.errors import ConfigError, WeightsError
+from aserve.errors import ClientError, ConfigError, WeightsError
 from aserve.kernels.key_transform import KeyTransform
 from aserve.kernels.nvfp4 import MAX_BLOCK_SCALE, MAX_ELEMENT, NVFP4
 from aserve.kernels.operators import Operators
@@ -63,7 +63,7 @@ def _sample_tokens(files: ModelFiles, config: DecoderConfig) -> tuple[Tensor, st
     num_tokens = min(NUM_TOKENS, config.max_context_len)
     try:
         token_ids = load_tokenizer(files).encode(TEXT)[:num_tokens]
-    except ConfigError:
+    except (ConfigError, ClientError):  # the latter of text that the model has no embeddings for
         token_ids = []
     if len(token_ids) >= min(MIN_TEXT_TOKENS, num_tokens):
         return torch.tensor(token_ids), "tokens of a text"

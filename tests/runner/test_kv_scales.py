@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from doubles_gpt_oss import GPT_OSS
 from doubles_models import PagedSequence, load_folder, make_oracle
@@ -48,6 +49,19 @@ def test_twice_the_largest_seen_just_fits(tmp_path: Path, caplog: pytest.LogCapt
         assert found.value == pytest.approx(2 * layer.values.abs().max().item() / 448, rel=1e-4)
     (line,) = [message for message in caplog.messages if message.startswith("kv_scales=")]
     assert line.startswith("kv_scales=per layer (measured on 64 random tokens, ")
+
+
+def test_ids_that_the_model_does_not_know_are_not_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The tokenizer's bytes have ids up to 255, the tiny model those below 99."""
+    make_oracle("llama", {"num_hidden_layers": 1}, tmp_path)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    bytewise = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    bytewise.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = tokenizers.decoders.ByteLevel()
+    bytewise.save(str(tmp_path / "tokenizer.json"))
+    caplog.set_level(logging.INFO)
+    resolve(tmp_path, FP8)
+    assert any("measured on 64 random tokens" in message for message in caplog.messages)
 
 
 def test_unquantised_pages_have_none_and_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
