@@ -79,11 +79,21 @@ def test_what_agreed_before_a_wrong_draft_counts_no_longer() -> None:
 
 
 def test_long_prompts_take_several_steps_and_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_drafter, "MAX_INDEXED_TOKENS", 100)
+    monkeypatch.setattr(ngram_drafter, "MAX_INDEXED_RUNS", 200)  # two a token
     drafter = make_drafter()
     long, other, short = make_sequence([1, 2] * 75), make_sequence([3, 4] * 75), make_sequence([5, 6, 5, 6])
     results = [list(map(bool, propose(drafter, long, other, short))) for _ in range(3)]
     assert results == [[False, False, True], [True, False, True], [True, True, True]]
+
+
+def test_the_more_lengths_are_looked_up_the_fewer_tokens_of_a_prompt_a_step_takes_in() -> None:
+    """Each token ends a run of each length, so that a step costs about the same with all lengths from 1 to 64."""
+    weights = []
+    for max_len in (1, 64):
+        drafter = NgramDrafter(NgramSettings(2, min_len=1, max_len=max_len))
+        drafter.propose([make_sequence(list(range(5000)))])
+        weights.append(drafter.weight)
+    assert weights[1] <= weights[0]
 
 
 def test_what_has_ended_is_forgotten() -> None:
@@ -100,7 +110,7 @@ def test_a_step_costs_a_sequence_no_more_than_some_appends() -> None:
     """256 sequences of which each gets a token; the machine's speed is taken out by what a bare loop takes."""
     drafter = make_drafter()
     batch = [make_sequence([number * 1000 + place for place in range(100)]) for number in range(256)]
-    for _ in range(256 * 100 // ngram_drafter.MAX_INDEXED_TOKENS + 1):
+    for _ in range(256 * 100 * 2 // ngram_drafter.MAX_INDEXED_RUNS + 1):
         drafter.propose(batch)
     ratios, seconds = [], []
     for step in range(30):
