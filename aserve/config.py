@@ -84,8 +84,8 @@ class EngineConfig:
     )
     speculation: Literal["none", "ngram"] = option(
         "none",
-        "guess tokens ahead and verify them in one step, which changes no output; ngram: what followed the same tokens "
-        "before in the prompt or the output",
+        "guess tokens ahead and verify them in one step, so that each is still the model's choice; ngram: what "
+        "followed the same tokens before in the prompt or the output",
     )
     num_speculative_tokens: int = option(5, "tokens guessed ahead of a sequence, at most")
     ngram_max: int = option(4, "longest run of tokens that is looked up, before shorter ones")
