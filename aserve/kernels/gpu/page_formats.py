@@ -21,8 +21,7 @@ def store_packed(values, scale, pages, block_scales, places, is_kept, WIDTH: tl.
     values = tl.div_rn(values.to(tl.float32), tl.zeros_like(values).to(tl.float32) + scale)
     blocks = tl.reshape(values, [NUM_ROWS, NUM_BLOCKS, 16])
     largest = tl.max(tl.abs(blocks), 2)
-    usual = tl.minimum(tl.div_rn(largest, tl.zeros_like(largest) + 6.0), 448.0).to(tl.float8e4nv)
-    usual_bits = usual.to(tl.uint8, bitcast=True).to(tl.int32)
+    usual_bits = _round_to_e4m3(tl.minimum(tl.div_rn(largest, tl.zeros_like(largest) + 6.0), 448.0))
     codes, least = _round_blocks(blocks, usual_bits)
     bits = usual_bits
     # Those of nvfp4.SCALE_STEPS behind the usual one.
@@ -41,6 +40,19 @@ def store_packed(values, scale, pages, block_scales, places, is_kept, WIDTH: tl.
     # A head has a scale for every 8 bytes, and so has all before it.
     to_scales = block_scales + (places // 8)[:, None] + block[None, :]
     tl.store(to_scales, new_scales, mask=is_kept[:, None] & (block < WIDTH // 16)[None, :])
+
+
+@triton.jit
+def _round_to_e4m3(x):
+    """Return the bits of the nearest e4m3 of each of ``x``, from 0 to 448, ties to even.
+
+    Where a thread converts two values with the GPU's instruction and goes on with their bits, ptxas 12.8 takes those of
+    the second from a register that does not have them yet.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # 3 bits of mantissa, exponents less by 120
+    subnormal = (x + 16384.0).to(tl.int32, bitcast=True) & 15  # floats from 2 ** 14 on are 2 ** -9 apart, as those are
+    return tl.where(x < 0.015625, subnormal, normal)
 
 
 @triton.jit
