@@ -3,6 +3,7 @@
 from itertools import product
 
 from aserve.kernels.cake.architectures import SHARED_BYTES
+from aserve.kernels.cake.factors import MIN_4_BIT_BLOCK
 from aserve.kernels.cake.prefill_case import GROUP, ChunkSize
 from aserve.kernels.cake.prefill_launch import PrefillLaunch
 from aserve.kernels.cake.prefill_variants import PrefillVariant
@@ -22,7 +23,8 @@ def candidates(row: PrefillVariant, capability: tuple[int, int]) -> list[Prefill
     fitting = [
         launch
         for launch in launches
-        if launch.shared_bytes(head_dim, GROUP, kv_bytes) <= SHARED_BYTES[capability]
+        if launch.block_len >= (MIN_4_BIT_BLOCK if kv_bytes < 1 else 16)
+        and launch.shared_bytes(head_dim, GROUP, kv_bytes) <= SHARED_BYTES[capability]
         and launch.tile_rows * (row_width(head_dim) + launch.block_len) <= MAX_SUMS * 32 * launch.num_warps
     ]
     return list(dict.fromkeys((row.launch, *fitting)))

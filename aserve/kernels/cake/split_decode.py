@@ -7,14 +7,13 @@ from torch import Tensor
 
 from aserve.kernels.cake.attention_call import AttentionCall
 from aserve.kernels.cake.decode_schedule import UNBOUNDED, DecodeSchedule
-from aserve.kernels.cake.factors import factor_dtype
+from aserve.kernels.cake.factors import MIN_4_BIT_BLOCK, factor_dtype
 from aserve.kernels.cake.merge_decode_kernel import merge_decode
 from aserve.kernels.cake.split_decode_kernel import split_decode
 from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.cake.variant import row_width
 from aserve.kernels.gpu.launch import can_overlap, launch_options
 
-MIN_4_BIT_BLOCK = 32  # keys; with 16 compiled kernels gave wrong sums on an H200
 MERGED_ELEMENTS = 8192  # of partial results, that the merge reads at once
 
 
