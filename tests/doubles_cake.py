@@ -7,11 +7,14 @@ from doubles_attention import PagedCase, dense_attention, make_case
 
 from aserve.attention.base import AttentionSpec
 from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
+from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
+from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
 from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.nvfp4 import NVFP4
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = {"fp8": torch.float8_e4m3fn, "nvfp4": NVFP4}
+NUM_PROGRAMS = 7  # that share the keys of a call
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 SINKS = torch.tensor([-1.0, 0.5, 3.0, 40.0], device=DEVICE)
 RULES: list[dict[str, Any]] = [
@@ -50,6 +53,25 @@ def launch_for(call: AttentionCall) -> SplitLaunch:
     """One with blocks as small as they may be."""
     block_len = 16 if call.pages.block_scales is None else 32
     return SplitLaunch(block_len, num_warps=4, num_stages=2, programs_per_sm=1)
+
+
+def run_split(call: AttentionCall, num_programs: int = NUM_PROGRAMS, max_queries: int = 1) -> None:
+    """Run the split decode and its merge, with NaN in what programs leave each other."""
+    call.check()
+    launch, batch = launch_for(call), call.batch
+    schedule = DecodeSchedule.allocate(len(batch.rows), num_programs, call.q.device, max_queries)
+    partials = PartialResults.allocate(num_programs, max_queries * call.group, call.q.shape[2], call.q.device)
+    partials.outs.fill_(torch.nan)
+    partials.lses.fill_(torch.nan)
+    fill_schedule(
+        schedule,
+        batch.key_lens,
+        window=call.rules.window,
+        num_kv_heads=call.num_kv_heads,
+        block_len=launch.block_len,
+        cu_query_lens=batch.cu_query_lens,
+    )
+    run_split_decode(call, launch, schedule, partials)
 
 
 def check(call: AttentionCall, case: PagedCase, spec: AttentionSpec) -> None:

@@ -6,36 +6,13 @@ from typing import Any
 import pytest
 import torch
 from doubles_attention import PagedCase, make_case, make_spec
-from doubles_cake import DEVICE, FORMATS, RULES, SINKS, TOLERANCES, check, launch_for, make_call
+from doubles_cake import DEVICE, FORMATS, RULES, SINKS, TOLERANCES, check, make_call, run_split
 from torch import Tensor
 
 from aserve.attention.base import AttentionSpec
 from aserve.kernels.cake.attention_call import AttentionCall, KVPages
-from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.plain_decode import run_plain_decode
-from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
-from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.nvfp4 import NVFP4, BlockScales
-
-NUM_PROGRAMS = 7
-
-
-def run_split(call: AttentionCall, num_programs: int = NUM_PROGRAMS, launch: SplitLaunch | None = None) -> None:
-    """With NaN in what programs leave each other."""
-    launch = launch or launch_for(call)
-    call.check()
-    schedule = DecodeSchedule.allocate(len(call.q), num_programs, call.q.device)
-    partials = PartialResults.allocate(num_programs, call.group, call.q.shape[2], call.q.device)
-    partials.outs.fill_(torch.nan)
-    partials.lses.fill_(torch.nan)
-    fill_schedule(
-        schedule,
-        call.batch.key_lens,
-        window=call.rules.window,
-        num_kv_heads=call.num_kv_heads,
-        block_len=launch.block_len,
-    )
-    run_split_decode(call, launch, schedule, partials)
 
 
 def run_plain(call: AttentionCall) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from doubles_attention import dense_attention, make_spec
-from doubles_cake import FORMATS, SINKS, check, chunks, launch_for, make_call
+from doubles_cake import FORMATS, NUM_PROGRAMS, SINKS, check, chunks, launch_for, make_call, run_split
 from torch import Tensor
 
 from aserve.kernels.cake.attention_call import AttentionCall
@@ -17,23 +17,8 @@ from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
 MAX_QUERIES = 4
 
 
-def run(call: AttentionCall, num_programs: int = 7, max_queries: int = MAX_QUERIES) -> None:
-    """With NaN in what programs leave each other."""
-    call.check()
-    num_rows, head_dim = max_queries * call.group, call.q.shape[2]
-    schedule = DecodeSchedule.allocate(len(call.batch.rows), num_programs, call.q.device, max_queries)
-    partials = PartialResults.allocate(num_programs, num_rows, head_dim, call.q.device)
-    partials.outs.fill_(torch.nan)
-    partials.lses.fill_(torch.nan)
-    fill_schedule(
-        schedule,
-        call.batch.key_lens,
-        window=call.rules.window,
-        num_kv_heads=call.num_kv_heads,
-        block_len=launch_for(call).block_len,
-        cu_query_lens=call.batch.cu_query_lens,
-    )
-    run_split_decode(call, launch_for(call), schedule, partials)
+def run(call: AttentionCall, num_programs: int = NUM_PROGRAMS, max_queries: int = MAX_QUERIES) -> None:
+    run_split(call, num_programs, max_queries)
 
 
 EDGES = [(1, 1), (4, 4), (2, 16), (3, 17), (4, 15), (4, 90), (1, 33)]
