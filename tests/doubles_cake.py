@@ -63,14 +63,7 @@ def run_split(call: AttentionCall, num_programs: int = NUM_PROGRAMS, max_queries
     partials = PartialResults.allocate(num_programs, max_queries * call.group, call.q.shape[2], call.q.device)
     partials.outs.fill_(torch.nan)
     partials.lses.fill_(torch.nan)
-    fill_schedule(
-        schedule,
-        batch.key_lens,
-        window=call.rules.window,
-        num_kv_heads=call.num_kv_heads,
-        block_len=launch.block_len,
-        cu_query_lens=batch.cu_query_lens,
-    )
+    fill_schedule(schedule, batch, launch, window=call.rules.window, num_kv_heads=call.num_kv_heads)
     run_split_decode(call, launch, schedule, partials)
 
 

@@ -112,15 +112,7 @@ class CakeDecodes:
         for kind, schedule in plan.schedules.items():
             launch = plan.variants[kind].launch
             if launch is not None:
-                fill_schedule(
-                    schedule,
-                    plan.batch.key_lens,
-                    window=kind.sliding_window,
-                    num_kv_heads=kind.num_kv_heads,
-                    block_len=launch.block_len,
-                    min_units=launch.min_units,
-                    cu_query_lens=plan.batch.cu_query_lens,
-                )
+                fill_schedule(schedule, plan.batch, launch, window=kind.sliding_window, num_kv_heads=kind.num_kv_heads)
 
     def attend(self, call: AttentionCall, plan: DecodePlan, kind: AttentionKind) -> None:
         """Enqueue one layer's kernels."""

@@ -85,14 +85,7 @@ def compile_variant(
         return
     schedule = DecodeSchedule.allocate(num_seqs, 264, CPU)
     launch = variant.launch
-    fill_schedule(
-        schedule,
-        lens,
-        window=rules.window,
-        num_kv_heads=num_kv_heads,
-        block_len=launch.block_len,
-        min_units=launch.min_units,
-    )
+    fill_schedule(schedule, call.batch, launch, window=rules.window, num_kv_heads=num_kv_heads)
     run_split_decode(call, launch, schedule, PartialResults.allocate(264, group, head_dim, CPU))
 
 

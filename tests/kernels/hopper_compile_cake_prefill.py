@@ -87,15 +87,7 @@ def compile_several(row: DecodeVariant, num_tokens: int, num_chunks: int, *, fir
     call = make_call(row, num_tokens, num_chunks, group=GROUP, first=first, is_full=is_full)
     head_dim, num_rows = call.q.shape[2], GROUP * num_queries
     schedule = DecodeSchedule.allocate(num_chunks, 264, CPU, num_queries)
-    fill_schedule(
-        schedule,
-        call.batch.key_lens,
-        window=call.rules.window,
-        num_kv_heads=NUM_KV_HEADS,
-        block_len=launch.block_len,
-        min_units=launch.min_units,
-        cu_query_lens=call.batch.cu_query_lens,
-    )
+    fill_schedule(schedule, call.batch, launch, window=call.rules.window, num_kv_heads=NUM_KV_HEADS)
     run_split_decode(call, launch, schedule, PartialResults.allocate(264, num_rows, head_dim, CPU))
 
 

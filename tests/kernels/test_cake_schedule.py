@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from aserve.kernels.cake.attention_call import PagedBatch
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
-from aserve.kernels.cake.split_launch import MIN_UNITS
+from aserve.kernels.cake.split_launch import MIN_UNITS, SplitLaunch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -30,7 +31,9 @@ def test_shares_are_equal_and_begin_in_the_right_sequence(
     schedule.starts.fill_(-77)
     schedule.first_seqs.fill_(-77)
     lens = torch.tensor(key_lens, dtype=torch.int32, device=DEVICE)
-    fill_schedule(schedule, lens, window=window, num_kv_heads=num_kv_heads, block_len=block_len)
+    batch = PagedBatch(page_table=lens[None], rows=torch.zeros_like(lens), key_lens=lens, page_size=16)
+    launch = SplitLaunch(block_len, num_warps=4, num_stages=2, programs_per_sm=1)
+    fill_schedule(schedule, batch, launch, window=window, num_kv_heads=num_kv_heads)
     counts = units_of(key_lens, window, block_len)
     assert schedule.starts.tolist() == [sum(counts[:i]) for i in range(len(counts) + 1)]
     owners = [seq for seq, count in enumerate(counts) for _ in range(count * num_kv_heads)]  # of each unit

@@ -132,9 +132,9 @@ def test_what_does_not_fit_together_is_refused_by_name() -> None:
     call = make_call(chunks(spec, [(2, 9)]), spec)
     schedule = DecodeSchedule.allocate(1, 2, call.q.device, 4)
     partials = PartialResults.allocate(2, 8, 64, call.q.device)
-    with pytest.raises(ValueError, match="cu_query_lens: must be given where a sequence has up to 4 queries"):
-        fill_schedule(schedule, call.batch.key_lens, window=None, num_kv_heads=1, block_len=16)
     single = dataclasses.replace(call.batch, cu_query_lens=None)
+    with pytest.raises(ValueError, match="cu_query_lens: must be given where a sequence has up to 4 queries"):
+        fill_schedule(schedule, single, launch_for(call), window=None, num_kv_heads=1)
     with pytest.raises(ValueError, match="cu_query_lens: must be given where a sequence has up to 4 queries"):
         run_split_decode(dataclasses.replace(call, batch=single), launch_for(call), schedule, partials)
     small = PartialResults.allocate(2, 7, 64, call.q.device)

@@ -12,7 +12,7 @@ from aserve.kernels.cake import decode_candidates, decode_case, prefill_candidat
 from aserve.kernels.cake.architectures import SHARED_BYTES
 from aserve.kernels.cake.decode_candidates import RESERVED_BYTES, candidates, step_sizes
 from aserve.kernels.cake.decode_case import GROUP, DecodeCase, StepSize
-from aserve.kernels.cake.decode_variants import DECODE_VARIANTS
+from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, SEVERAL_VARIANTS, DecodeVariant
 from aserve.kernels.cake.prefill_case import ChunkSize
 from aserve.kernels.cake.prefill_launch import PLAIN_LAUNCH, PrefillLaunch
 from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS
@@ -73,8 +73,8 @@ def gpu(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     properties = SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(decode_candidates, "step_sizes", lambda row: [StepSize(1, 20), StepSize(1, 40)])
-    monkeypatch.setattr(decode_candidates, "candidates", lambda row, capability: [PRESENT, SLOW, FAST])
+    monkeypatch.setattr(decode_candidates, "step_sizes", lambda row, num_queries: [StepSize(1, 20), StepSize(1, 40)])
+    monkeypatch.setattr(decode_candidates, "candidates", lambda row, capability, num_queries: [PRESENT, SLOW, FAST])
 
 
 @pytest.mark.usefixtures("gpu")
@@ -120,18 +120,36 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
-@pytest.mark.parametrize("row", [row for row in DECODE_VARIANTS if row.launch], ids=lambda row: row.name)
-def test_candidates_fit_and_keep_what_makes_a_row_exact(row, capability) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("row", "num_queries"),
+    [(row, 1) for row in DECODE_VARIANTS if row.launch] + [(row, tune.SEVERAL) for row in SEVERAL_VARIANTS],
+    ids=lambda row: getattr(row, "name", None),
+)
+def test_candidates_fit_and_keep_what_makes_a_row_exact(row, num_queries, capability) -> None:  # type: ignore[no-untyped-def]
     if refuse_gpu(row, capability):
         return
-    launches = candidates(row, capability)
+    launches = candidates(row, capability, num_queries)
     assert launches[0] == row.launch, "the present one"
-    assert 3 <= len(set(launches)) == len(launches) <= 64
+    assert 3 <= len(set(launches)) == len(launches) <= 96
     for launch in launches[1:]:
-        needed = launch.shared_bytes(row.head_dims[-1], GROUP, element_bytes(row.dtypes[-1][1]))
+        needed = launch.shared_bytes(row.head_dims[-1], GROUP * num_queries, element_bytes(row.dtypes[-1][1]))
         assert launch.programs_per_sm * (needed + RESERVED_BYTES) <= SHARED_BYTES[capability] + RESERVED_BYTES
         assert launch.min_units == row.launch.min_units
         assert row.max_keys is None or launch.block_len >= row.max_keys
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("row", SEVERAL_VARIANTS[::3], ids=lambda row: row.name)
+def test_rows_for_several_queries_are_held_against_the_plain_kernel(row: DecodeVariant) -> None:
+    """Which takes one query at a time; it refuses what is off by a query's key."""
+    case = DecodeCase(row, StepSize(2, 37, 3), CPU)
+    assert row.launch is not None
+    TIMES_US[row.launch] = 1.0
+    assert case.time(row.launch, num_sms=1) == 1.0
+    wrong = DecodeCase(row, StepSize(2, 37, 3), CPU)
+    wrong._size = StepSize(2, 36, 3)  # what the plain kernel goes by
+    with pytest.raises(ArithmeticError, match="the result is off by "):
+        wrong.time(row.launch, num_sms=1)
 
 
 PROMPTS = PREFILL_VARIANTS[0]

@@ -12,43 +12,45 @@ from aserve.kernels.nvfp4 import element_bytes
 RESERVED_BYTES = 1 << 10  # of shared memory, for each program on a multiprocessor
 MAX_SUMS = 128  # that a thread keeps
 OTHER_REGISTERS, APART_REGISTERS = 64, 100  # of a thread; where each warp unpacks what it needs
+NUM_WARPS, NUM_STAGES, PROGRAMS_PER_SM = (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4, 5, 6)
+WARPS_PER_SM = range(8, 17)  # fewer leave schedulers idle, more have few registers each
 BLOCK_BYTES = (4 << 10, 8 << 10, 16 << 10, 32 << 10)  # of the keys of a block
 SIZES = (StepSize(1, 8192), StepSize(8, 4096), StepSize(128, 1024))
 FEW_LEN = 4096  # keys of each sequence of a step of few
 
 
-def step_sizes(row: DecodeVariant) -> list[StepSize]:
+def step_sizes(row: DecodeVariant, num_queries: int = 1) -> list[StepSize]:
     """Return the steps that a row is measured by: within what it serves, at both ends of it."""
     if row.max_seqs is not None:
-        return [StepSize(1, FEW_LEN), StepSize(row.max_seqs, FEW_LEN)]
+        return [StepSize(1, FEW_LEN, num_queries), StepSize(row.max_seqs, FEW_LEN, num_queries)]
     if row.max_keys is not None:
-        return [StepSize(1, row.max_keys), StepSize(128, row.max_keys)]
-    return list(SIZES)
+        return [StepSize(1, row.max_keys, num_queries), StepSize(128, row.max_keys, num_queries)]
+    return [replace(size, num_queries=num_queries) for size in SIZES]
 
 
-def candidates(row: DecodeVariant, capability: tuple[int, int]) -> list[SplitLaunch]:
+def candidates(row: DecodeVariant, capability: tuple[int, int], num_queries: int = 1) -> list[SplitLaunch]:
     """Return launches that fit GPUs of ``capability``, the present one first."""
     assert row.launch is not None
     head_dim, kv_dtype = row.head_dims[-1], row.dtypes[-1][1]
-    kv_bytes = element_bytes(kv_dtype)
+    kv_bytes, num_rows = element_bytes(kv_dtype), GROUP * num_queries
     least_len = 16 if kv_bytes > 1 else 32  # keys of few bits are unpacked more at once
     block_lens = [num_bytes // (head_dim * kv_dtype.itemsize) for num_bytes in BLOCK_BYTES]
     if row.max_keys is not None:
         block_lens = [row.max_keys]  # so that no sequence is cut
     launches = [
         replace(row.launch, block_len=block_len, num_warps=num_warps, num_stages=stages, programs_per_sm=programs)
-        for block_len, num_warps, stages, programs in product(block_lens, (4, 8), (2, 3, 4, 5), (1, 2, 3, 4))
-        if least_len <= block_len <= 256
+        for block_len, num_warps, stages, programs in product(block_lens, NUM_WARPS, NUM_STAGES, PROGRAMS_PER_SM)
+        if least_len <= block_len <= 256 and num_warps * programs in WARPS_PER_SM
     ]
-    fitting = [launch for launch in launches if _fits(launch, head_dim, kv_bytes, SHARED_BYTES[capability])]
+    fitting = [launch for launch in launches if _fits(launch, head_dim, num_rows, kv_bytes, SHARED_BYTES[capability])]
     return list(dict.fromkeys((row.launch, *fitting)))
 
 
-def _fits(launch: SplitLaunch, head_dim: int, kv_bytes: float, shared_bytes: int) -> bool:
+def _fits(launch: SplitLaunch, head_dim: int, num_rows: int, kv_bytes: float, shared_bytes: int) -> bool:
     """Whether all programs of a multiprocessor find their memory and registers, and none has hardly any copies."""
-    tile, num_threads = launch.tile_rows(head_dim, GROUP, kv_bytes), 32 * launch.num_warps
-    taken = launch.programs_per_sm * (launch.shared_bytes(head_dim, GROUP, kv_bytes) + RESERVED_BYTES)
-    if launch.is_apart(head_dim, GROUP, kv_bytes):
+    tile, num_threads = launch.tile_rows(head_dim, num_rows, kv_bytes), 32 * launch.num_warps
+    taken = launch.programs_per_sm * (launch.shared_bytes(head_dim, num_rows, kv_bytes) + RESERVED_BYTES)
+    if launch.is_apart(head_dim, num_rows, kv_bytes):
         sums, others = tile * (head_dim + launch.block_len // launch.num_warps) // 32, APART_REGISTERS
     else:
         sums, others = tile * (head_dim + launch.block_len) // num_threads, OTHER_REGISTERS

@@ -24,17 +24,23 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """``num_seqs`` sequences of ``key_len`` keys each."""
+    """``num_seqs`` sequences of ``key_len`` keys each, whose last tokens are ``num_queries`` queries."""
 
     num_seqs: int
     key_len: int
+    num_queries: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Queries in all."""
+        return self.num_seqs * self.num_queries
 
 
 class DecodeCase:
     """One layer's decodes for the last dtypes and the last head size of a row."""
 
     def __init__(self, row: DecodeVariant, size: StepSize, device: torch.device) -> None:
-        self._device = device
+        self._device, self._size = device, size
         dtype, kv_dtype = row.dtypes[-1]
         head_dim, self._window = row.head_dims[-1], row.max_keys
         generator = torch.Generator(device).manual_seed(SEED)
@@ -42,13 +48,13 @@ class DecodeCase:
         num_pages = size.num_seqs * width
         shape = (num_pages, PAGE_SIZE, NUM_KV_HEADS, head_dim)
         pages = draw_pages(shape, kv_dtype, generator)
-        self._q = torch.randn(size.num_seqs, NUM_KV_HEADS * GROUP, head_dim, generator=generator, device=device)
+        self._q = torch.randn(size.num_tokens, NUM_KV_HEADS * GROUP, head_dim, generator=generator, device=device)
         self._q = self._q.to(dtype)
         places = torch.randperm(num_pages, generator=generator, device=device).to(torch.int32)
         rows = torch.arange(size.num_seqs, dtype=torch.int32, device=device)
-        self._batch = PagedBatch(
-            places.view(size.num_seqs, width), rows, torch.full_like(rows, size.key_len), page_size=PAGE_SIZE
-        )
+        table, lens = places.view(size.num_seqs, width), torch.full_like(rows, size.key_len)
+        starts = torch.arange(size.num_seqs + 1, dtype=torch.int32, device=device) * size.num_queries
+        self._batch = PagedBatch(table, rows, lens, PAGE_SIZE, starts if size.num_queries > 1 else None)
         num_copies = num_cold_copies(2 * int(num_pages * PAGE_SIZE * NUM_KV_HEADS * head_dim * element_bytes(kv_dtype)))
         self._pages = [pages] + [copy_pages(pages) for _ in range(num_copies - 1)]
 
@@ -68,30 +74,28 @@ class DecodeCase:
 
     def _prepare(self, launch: SplitLaunch, num_programs: int) -> Callable[[KVPages], Tensor]:
         """Deal the keys out, which a step does once for all layers, and return what runs one layer."""
-        num_seqs, head_dim = len(self._q), self._q.shape[2]
-        schedule = DecodeSchedule.allocate(num_seqs, num_programs, self._device)
-        fill_schedule(
-            schedule,
-            self._batch.key_lens,
-            window=self._window,
-            num_kv_heads=NUM_KV_HEADS,
-            block_len=launch.block_len,
-            min_units=launch.min_units,
-        )
-        partials = PartialResults.allocate(num_programs, GROUP, head_dim, self._device)
+        num_queries, head_dim = self._size.num_queries, self._q.shape[2]
+        schedule = DecodeSchedule.allocate(self._size.num_seqs, num_programs, self._device, num_queries)
+        fill_schedule(schedule, self._batch, launch, window=self._window, num_kv_heads=NUM_KV_HEADS)
+        partials = PartialResults.allocate(num_programs, num_queries * GROUP, head_dim, self._device)
 
         def run(pages: KVPages) -> Tensor:
-            call = self._call(pages)
+            call = self._call(pages, self._batch)
             run_split_decode(call, launch, schedule, partials)
             return call.out
 
         return run
 
     def _run_plainly(self) -> Tensor:
-        call = self._call(self._pages[0])
+        """Return the output with a sequence of its own for each query, which ends where that one stands."""
+        num_queries = self._size.num_queries
+        rows = self._batch.rows.repeat_interleave(num_queries)
+        place = torch.arange(self._size.num_tokens, dtype=torch.int32, device=self._device) % num_queries
+        lens = self._size.key_len - (num_queries - 1) + place
+        call = self._call(self._pages[0], PagedBatch(self._batch.page_table, rows, lens, PAGE_SIZE))
         run_plain_decode(call)
         return call.out.float()
 
-    def _call(self, pages: KVPages) -> AttentionCall:
+    def _call(self, pages: KVPages, batch: PagedBatch) -> AttentionCall:
         rules = ScoreRules(self._q.shape[2] ** -0.5, self._window)
-        return AttentionCall(self._q, torch.empty_like(self._q), None, pages, self._batch, rules)
+        return AttentionCall(self._q, torch.empty_like(self._q), None, pages, batch, rules)

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aserve.kernels.cake.split_launch import MIN_UNITS
+from aserve.kernels.cake.attention_call import PagedBatch
+from aserve.kernels.cake.split_launch import SplitLaunch
 
 UNBOUNDED = 2**31 - 1  # a window that no sequence fills
 SEQ_BLOCK = 256  # sequences whose blocks are summed at once
@@ -42,21 +43,15 @@ class DecodeSchedule:
 
 
 def fill_schedule(
-    schedule: DecodeSchedule,
-    key_lens: Tensor,
-    *,
-    window: int | None,
-    num_kv_heads: int,
-    block_len: int,
-    min_units: int = MIN_UNITS,
-    cu_query_lens: Tensor | None = None,
+    schedule: DecodeSchedule, batch: PagedBatch, launch: SplitLaunch, *, window: int | None, num_kv_heads: int
 ) -> None:
-    """Enqueue the sharing of work among programs: key_lens [N] int32, each at least 1, read on the device.
+    """Enqueue the sharing of the work on ``batch`` among programs, which read its lengths on the device.
 
-    ``window`` keys are seen by a query, itself included, all if it is None; blocks hold ``block_len`` keys, and a
-    program of its own gets ``min_units`` units or more. With ``cu_query_lens`` [N + 1] sequences may have several
-    queries; those with more than the schedule is for, or none, have no share.
+    ``window`` keys are seen by a query, itself included, all if it is None. ``launch`` says how many keys a block has,
+    and how many units are worth a program of their own. Where sequences may have several queries, those with more than
+    the schedule is for, or none, have no share.
     """
+    key_lens, cu_query_lens = batch.key_lens, batch.cu_query_lens
     num_programs = len(schedule.first_seqs)
     if (cu_query_lens is None) != (schedule.max_queries == 1):
         raise ValueError(f"cu_query_lens: must be given where a sequence has up to {schedule.max_queries} queries")
@@ -69,9 +64,9 @@ def fill_schedule(
         num_programs,
         UNBOUNDED if window is None else window,
         NUM_KV_HEADS=num_kv_heads,
-        BLOCK_LEN=block_len,
+        BLOCK_LEN=launch.block_len,
         QUERIES=schedule.max_queries,
-        MIN_UNITS=min_units,
+        MIN_UNITS=launch.min_units,
         SEQ_BLOCK=SEQ_BLOCK,
         PROGRAM_BLOCK=PROGRAM_BLOCK,
     )

@@ -21,7 +21,7 @@ from triton.runtime.errors import OutOfResources
 
 from aserve.kernels.cake import decode_candidates, prefill_candidates
 from aserve.kernels.cake.decode_case import DecodeCase, StepSize
-from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
+from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, SEVERAL_VARIANTS, DecodeVariant
 from aserve.kernels.cake.prefill_case import ChunkSize, PrefillCase
 from aserve.kernels.cake.prefill_launch import PrefillLaunch
 from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS, PrefillVariant
@@ -32,7 +32,8 @@ from aserve.kernels.cake.variant import Launch, Variant
 
 DEVICE = torch.device("cuda")
 MIN_GAIN = 0.015
-SMALLEST_STEP, SMALLEST_CHUNK = StepSize(1, 16), ChunkSize(1, 1)  # enough to compile for
+SEVERAL = 4  # queries of a sequence that rows for several are measured by, as drafts of usual length have
+SMALLEST_CHUNK = ChunkSize(1, 1)  # enough to compile for
 
 
 class Case(Protocol):
@@ -61,18 +62,20 @@ class Tuning(Protocol):
 
 @dataclass
 class DecodeTuning:
-    """Of a row of decodes."""
+    """Of a row of decodes, or of the last ``num_queries`` of each sequence."""
 
     row: DecodeVariant
+    num_queries: int = 1
 
     def candidates(self, capability: tuple[int, int]) -> Sequence[SplitLaunch]:
-        return decode_candidates.candidates(self.row, capability)
+        return decode_candidates.candidates(self.row, capability, self.num_queries)
 
     def cases(self) -> Sequence[DecodeCase]:
-        return [DecodeCase(self.row, size, DEVICE) for size in decode_candidates.step_sizes(self.row)]
+        sizes = decode_candidates.step_sizes(self.row, self.num_queries)
+        return [DecodeCase(self.row, size, DEVICE) for size in sizes]
 
     def compile(self, launch: SplitLaunch) -> None:
-        DecodeCase(self.row, SMALLEST_STEP, DEVICE).run(launch, num_programs=1)
+        DecodeCase(self.row, StepSize(1, 16, self.num_queries), DEVICE).run(launch, num_programs=1)
 
 
 @dataclass
@@ -94,7 +97,8 @@ class PrefillTuning:
 def main(argv: Sequence[str] | None = None) -> int:
     """Tune, print and write; returns 1 on a machine without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [row.name for row in (*DECODE_VARIANTS, *PREFILL_VARIANTS) if row.launch is not None]
+    rows = (*DECODE_VARIANTS, *SEVERAL_VARIANTS, *PREFILL_VARIANTS)
+    names = [row.name for row in rows if row.launch is not None]
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: the file of this GPU in the package")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile (default: all cores)")
@@ -120,8 +124,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def tunings_of(gpu_name: str, capability: tuple[int, int]) -> list[Tuning]:
     """Return those of all rows, which have the launches that a GPU has at present."""
     decodes = tune_rows(DECODE_VARIANTS, gpu_name, capability)
+    several = tune_rows(SEVERAL_VARIANTS, gpu_name, capability)
     prompts = tune_rows(PREFILL_VARIANTS, gpu_name, capability)
-    return [*(DecodeTuning(row) for row in decodes), *(PrefillTuning(row) for row in prompts)]
+    return [
+        *(DecodeTuning(row) for row in decodes),
+        *(DecodeTuning(row, SEVERAL) for row in several),
+        *(PrefillTuning(row) for row in prompts),
+    ]
 
 
 def tune_row(tuning: Tuning, launches: Sequence[Any], num_sms: int) -> Launch:
