@@ -10,7 +10,7 @@ from aserve.attention.cake_choice import choose_prefill, describe_choice
 from aserve.attention.cake_decodes import CakeDecodes, DecodePlan
 from aserve.kernels.cake.attention_call import AttentionCall, PagedBatch
 from aserve.kernels.cake.paged_prefill import run_prefill
-from aserve.kernels.cake.prefill_launch import PLAIN_LAUNCH, PrefillLaunch
+from aserve.kernels.cake.prefill_launch import plain_launch
 from aserve.kernels.cake.prefill_tiles import PrefillTiles, fill_tiles
 from aserve.kernels.cake.prefill_variants import PrefillVariant
 
@@ -47,6 +47,8 @@ class CakeChunks:
     def __init__(self, problem: AttentionProblem, device: torch.device) -> None:
         self._device = device
         self._variants = {kind: _choose_variant(problem, kind) for kind in problem.kinds}
+        plain = plain_launch(problem.dtype, problem.kv_dtype)
+        self._launches = {kind: variant.launch or plain for kind, variant in self._variants.items()}
         self._drafts = CakeDecodes.for_drafts(problem, device) if problem.max_drafts else None
 
     @property
@@ -73,7 +75,7 @@ class CakeChunks:
     def attend(self, call: AttentionCall, plan: ChunkPlan, kind: AttentionKind) -> None:
         """Enqueue one layer's kernels: each takes the chunks of its lengths, as it finds them on the device."""
         self._variants[kind].check(call)
-        run_prefill(call, _launch(self._variants[kind]), plan.tiles[self._tile_size(kind)])
+        run_prefill(call, self._launches[kind], plan.tiles[self._tile_size(kind)])
         if plan.drafts is not None and self._drafts is not None and kind in plan.drafts.variants:
             self._drafts.attend(call, plan.drafts, kind)
 
@@ -83,11 +85,7 @@ class CakeChunks:
 
     def _tile_size(self, kind: AttentionKind) -> TileSize:
         min_query_len = 1 if self._drafts is None else self._drafts.max_query_len(kind) + 1
-        return TileSize(kind.num_heads // kind.num_kv_heads, _launch(self._variants[kind]).tile_rows, min_query_len)
-
-
-def _launch(variant: PrefillVariant) -> PrefillLaunch:
-    return variant.launch or PLAIN_LAUNCH
+        return TileSize(kind.num_heads // kind.num_kv_heads, self._launches[kind].tile_rows, min_query_len)
 
 
 def _choose_variant(problem: AttentionProblem, kind: AttentionKind) -> PrefillVariant:

@@ -18,7 +18,7 @@ from aserve.kernels.cake.attention_call import AttentionCall, PagedBatch, ScoreR
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.decode_variants import SEVERAL_VARIANTS, DecodeVariant
 from aserve.kernels.cake.paged_prefill import run_prefill
-from aserve.kernels.cake.prefill_launch import PLAIN_LAUNCH
+from aserve.kernels.cake.prefill_launch import plain_launch
 from aserve.kernels.cake.prefill_tiles import PrefillTiles, fill_tiles
 from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS, PrefillVariant
 from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
@@ -74,7 +74,7 @@ def compile_prefill(row: PrefillVariant, num_tokens: int, num_chunks: int, *, fi
     call = make_call(row, num_tokens, num_chunks, group=GROUP, first=first, is_full=is_full)
     starts = call.batch.cu_query_lens
     assert starts is not None
-    launch = row.launch or PLAIN_LAUNCH
+    launch = row.launch or plain_launch(*row.dtypes[-1])
     tiles = PrefillTiles.allocate(num_tokens, num_chunks, GROUP, launch.tile_rows, CPU)
     fill_tiles(tiles, starts, group=GROUP)
     run_prefill(call, launch, tiles)

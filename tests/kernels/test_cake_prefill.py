@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from doubles_attention import make_spec
-from doubles_cake import DEVICE, FORMATS, RULES, check, chunks, make_call
+from doubles_cake import DEVICE, FORMATS, RULES, TOLERANCES, check, chunks, make_call
 from triton.runtime.interpreter import interpreter_builder
 
 from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
 from aserve.kernels.cake.paged_prefill import run_prefill
-from aserve.kernels.cake.prefill_launch import PrefillLaunch
+from aserve.kernels.cake.prefill_launch import PrefillLaunch, plain_launch
 from aserve.kernels.cake.prefill_tiles import PrefillTiles, fill_tiles
 
 LAUNCH = PrefillLaunch(tile_rows=32, block_len=16, num_warps=4, num_stages=2)
@@ -122,7 +122,7 @@ def test_pages_of_few_bits(kv_dtype: torch.dtype, head_dim: int) -> None:
     for scales in ((0.25, 0.5), HEAD_SCALES):
         case = chunks(spec, [(16, 32), (5, 5)], dtype=torch.bfloat16, kv_dtype=kv_dtype, scales=scales)
         call = make_call(case, spec)
-        run(call)
+        run(call, LAUNCH if kv_dtype != FORMATS["nvfp4"] else dataclasses.replace(LAUNCH, block_len=32))
         check(call, case, spec)
 
 
@@ -170,6 +170,19 @@ def test_pages_with_heads_before_tokens() -> None:
     call = dataclasses.replace(call, pages=KVPages(keys, values))
     run(call)
     check(call, case, spec)
+
+
+def test_blocks_of_4_bit_keys_that_would_be_multiplied_wrongly_are_refused() -> None:
+    """And those of the plain launch are not among them, in any dtype of queries."""
+    for dtype in TOLERANCES:
+        spec = make_spec(4, 2, 64)
+        case = chunks(spec, [(9, 40), (1, 17)], dtype=dtype, kv_dtype=FORMATS["nvfp4"])
+        call = make_call(case, spec)
+        run(call, plain_launch(dtype, FORMATS["nvfp4"]))
+        check(call, case, spec)
+        if dtype != torch.float32:
+            with pytest.raises(ValueError, match="block_len: must be 32 or more on such keys, not 16"):
+                run(call, LAUNCH)
 
 
 def test_what_the_kernel_does_not_serve_is_refused_by_name() -> None:

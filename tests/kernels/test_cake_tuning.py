@@ -14,7 +14,7 @@ from aserve.kernels.cake.decode_candidates import RESERVED_BYTES, candidates, st
 from aserve.kernels.cake.decode_case import GROUP, DecodeCase, StepSize
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, SEVERAL_VARIANTS, DecodeVariant
 from aserve.kernels.cake.prefill_case import ChunkSize
-from aserve.kernels.cake.prefill_launch import PLAIN_LAUNCH, PrefillLaunch
+from aserve.kernels.cake.prefill_launch import PrefillLaunch, plain_launch
 from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS
 from aserve.kernels.cake.select_variant import refuse_gpu
 from aserve.kernels.cake.split_launch import SplitLaunch
@@ -184,7 +184,7 @@ def test_rows_of_prompts_are_tuned_too(
     wrong = dataclasses.replace(small, num_stages=9)
     best = tune.tune_row(tune.PrefillTuning(row), [small, wrong, FAST_PROMPTS], 1)
     assert best == FAST_PROMPTS
-    assert PLAIN_LAUNCH in seen
+    assert plain_launch(*row.dtypes[-1]) in seen
     assert "PrefillLaunch(64, 32, 4, 9) failed: the result is off by " in capsys.readouterr().out
     tune.write(tmp_path / "x.toml", {row.name: best}, "NVIDIA X")
     assert read_launches(tmp_path / "x.toml") == {row.name: dataclasses.asdict(FAST_PROMPTS)}

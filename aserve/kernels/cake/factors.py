@@ -6,10 +6,6 @@ import triton.language as tl
 
 MAX_FLOAT16 = tl.constexpr(65504.0)
 
-# Keys of nvfp4 that a product of 16-bit factors has at least: Triton gives 8 to each of four lanes of a warp, and where
-# there are fewer, some count twice and some not at all.
-MIN_4_BIT_BLOCK = 32
-
 
 def factor_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> tl.dtype:
     """Return the dtype of the factors of matrix products of queries in ``dtype``.

@@ -1,11 +1,11 @@
 """How the prefill kernel is launched."""
 
 from aserve.kernels.cake.attention_call import AttentionCall
-from aserve.kernels.cake.factors import MIN_4_BIT_BLOCK, factor_dtype
+from aserve.kernels.cake.factors import factor_dtype
 from aserve.kernels.cake.prefill_kernel import paged_prefill
 from aserve.kernels.cake.prefill_launch import PrefillLaunch
 from aserve.kernels.cake.prefill_tiles import PrefillTiles
-from aserve.kernels.cake.variant import row_width
+from aserve.kernels.cake.variant import check_block_len, row_width
 
 
 def run_prefill(call: AttentionCall, launch: PrefillLaunch, tiles: PrefillTiles) -> None:
@@ -17,9 +17,7 @@ def run_prefill(call: AttentionCall, launch: PrefillLaunch, tiles: PrefillTiles)
         raise ValueError(f"tiles: must be of {launch.tile_rows} rows, not {tiles.tile_rows}")
     if rules.scale <= 0:
         raise ValueError(f"scale: must be positive, not {rules.scale}")
-    block_len = launch.block_len
-    if pages.per_word == 8 and call.q.dtype.itemsize == 2:
-        block_len = max(block_len, MIN_4_BIT_BLOCK)  # the plain launch has fewer
+    check_block_len(launch.block_len, call.q.dtype, 4 / pages.per_word)
     paged_prefill[(len(tiles.chunks), call.num_kv_heads)](
         call.q,
         call.out,
@@ -42,7 +40,7 @@ def run_prefill(call: AttentionCall, launch: PrefillLaunch, tiles: PrefillTiles)
         HAS_WINDOW=rules.window is not None,
         WIDTH=row_width(call.q.shape[2]),
         TILE_ROWS=launch.tile_rows,
-        BLOCK_LEN=block_len,
+        BLOCK_LEN=launch.block_len,
         FACTOR=factor_dtype(call.q.dtype, pages.keys.dtype),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,

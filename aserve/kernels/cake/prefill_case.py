@@ -10,7 +10,7 @@ from torch import Tensor
 from aserve.kernels.cake.attention_call import AttentionCall, PagedBatch, ScoreRules
 from aserve.kernels.cake.case_pages import draw_pages
 from aserve.kernels.cake.paged_prefill import run_prefill
-from aserve.kernels.cake.prefill_launch import PLAIN_LAUNCH, PrefillLaunch
+from aserve.kernels.cake.prefill_launch import PrefillLaunch, plain_launch
 from aserve.kernels.cake.prefill_tiles import PrefillTiles, fill_tiles
 from aserve.kernels.cake.prefill_variants import PrefillVariant
 from aserve.kernels.gpu.replay_timer import time_calls
@@ -36,6 +36,7 @@ class PrefillCase:
     def __init__(self, row: PrefillVariant, size: ChunkSize, device: torch.device) -> None:
         self._device = device
         dtype, kv_dtype = row.dtypes[-1]
+        self._plain = plain_launch(dtype, kv_dtype)
         head_dim, num_chunks = row.head_dims[-1], size.num_chunks
         generator = torch.Generator(device).manual_seed(SEED)
         key_len = size.num_cached + size.query_len
@@ -52,7 +53,7 @@ class PrefillCase:
 
     def time(self, launch: PrefillLaunch, num_sms: int) -> float:
         """Return the microseconds of one layer; raise ArithmeticError for a wrong result."""
-        expected, out = self.run(PLAIN_LAUNCH).float(), self.run(launch).float()
+        expected, out = self.run(self._plain).float(), self.run(launch).float()
         error = ((out - expected).norm() / expected.norm()).item()
         if not error <= MAX_REL_ERROR:
             raise ArithmeticError(f"the result is off by {error:.2g}")

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-from aserve.kernels.cake.variant import Launch, row_width
+import torch
+
+from aserve.kernels.cake.variant import Launch, least_block_len, row_width
+from aserve.kernels.nvfp4 import element_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,4 +26,7 @@ class PrefillLaunch(Launch):
         return queries + copies + 2 * block  # as factors, once converted
 
 
-PLAIN_LAUNCH = PrefillLaunch(tile_rows=16, block_len=16, num_warps=4, num_stages=1)
+def plain_launch(dtype: torch.dtype, kv_dtype: torch.dtype) -> PrefillLaunch:
+    """Return the one of small tiles, which fits any GPU."""
+    block_len = least_block_len(dtype, element_bytes(kv_dtype))
+    return PrefillLaunch(tile_rows=16, block_len=block_len, num_warps=4, num_stages=1)

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from aserve.kernels.cake.attention_call import AttentionCall
 from aserve.kernels.cake.decode_schedule import UNBOUNDED, DecodeSchedule
-from aserve.kernels.cake.factors import MIN_4_BIT_BLOCK, factor_dtype
+from aserve.kernels.cake.factors import factor_dtype
 from aserve.kernels.cake.merge_decode_kernel import merge_decode
 from aserve.kernels.cake.split_decode_kernel import split_decode
 from aserve.kernels.cake.split_launch import SplitLaunch
-from aserve.kernels.cake.variant import row_width
+from aserve.kernels.cake.variant import check_block_len, row_width
 from aserve.kernels.gpu.launch import can_overlap, launch_options
 
 MERGED_ELEMENTS = 8192  # of partial results, that the merge reads at once
@@ -46,13 +46,12 @@ def run_split_decode(
     rules, pages, batch = call.rules, call.pages, call.batch
     num_programs, group, max_queries = len(schedule.first_seqs), call.group, schedule.max_queries
     num_seqs, num_rows = len(batch.rows), max_queries * group
-    if pages.per_word == 8 and launch.block_len < MIN_4_BIT_BLOCK:
-        raise ValueError(f"block_len: must be {MIN_4_BIT_BLOCK} or more on nvfp4, not {launch.block_len}")
     if len(partials.lses) < num_programs * 2 * num_rows or len(partials.outs) < num_programs * 2 * num_rows * head_dim:
         raise ValueError(f"partials: too small for {num_programs} programs of {num_rows} rows of {head_dim}")
     if (batch.cu_query_lens is None) != (max_queries == 1):
         raise ValueError(f"cu_query_lens: must be given where a sequence has up to {max_queries} queries")
     kv_bytes = 4 / pages.per_word  # of an element that is packed
+    check_block_len(launch.block_len, call.q.dtype, kv_bytes)
     is_apart = launch.is_apart(head_dim, num_rows, kv_bytes)
     # Only the merge starts early. Programs of the split that came while others still run would stand three on some
     # multiprocessors and one on others, though their shares are equal; and what they find written is also there for it.

@@ -49,3 +49,19 @@ class Variant:
 def row_width(head_dim: int) -> int:
     """Return the elements that a kernel gives to a head, which are masked past ``head_dim``."""
     return max(MIN_WIDTH, 1 << (head_dim - 1).bit_length())
+
+
+def least_block_len(dtype: torch.dtype, kv_bytes: float) -> int:
+    """Return how many keys of ``kv_bytes`` an element a product with queries in ``dtype`` has at least.
+
+    Of keys in 4 bits Triton gives 8 to each of four lanes of a warp for 16-bit factors; where there are fewer, some
+    count twice and some not at all.
+    """
+    return 32 if kv_bytes < 1 and dtype.itemsize == 2 else 16
+
+
+def check_block_len(block_len: int, dtype: torch.dtype, kv_bytes: float) -> None:
+    """Raise ValueError for fewer keys than that."""
+    least = least_block_len(dtype, kv_bytes)
+    if block_len < least:
+        raise ValueError(f"block_len: must be {least} or more on such keys, not {block_len}")
