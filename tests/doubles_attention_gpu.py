@@ -7,10 +7,10 @@ import torch
 from doubles_attention import CapturedCase, PagedCase, dense_attention
 from torch import Tensor
 
-from aserve.attention.base import AttentionBackend, AttentionProblem, AttentionSpec, CaptureShape
+from aserve.attention.base import AttentionBackend, AttentionProblem, AttentionSpec, CaptureShape, LayerKV
 from aserve.attention.merge import convert_lse
 from aserve.attention.registry import BACKENDS, resolve_backend
-from aserve.kernels.nvfp4 import NVFP4
+from aserve.kernels.nvfp4 import NVFP4, BlockScales
 
 CUDA = torch.device("cuda")
 TOLERANCE = 2e-2  # of bfloat16 outputs; log-sum-exps come nearer
@@ -93,6 +93,11 @@ def run_eagerly(setting: str, case: PagedCase, spec: AttentionSpec) -> tuple[flo
     return check(output, lse, case, spec, backend)
 
 
+def _parts(layer_kv: LayerKV) -> list[Tensor]:
+    blocks = layer_kv.block_scales
+    return [layer_kv.key, layer_kv.value, *(() if blocks is None else (blocks.key, blocks.value))]
+
+
 class CapturedRun:
     """A graph of ``shape`` over a pool of its own, whose last page is the dummy one."""
 
@@ -111,8 +116,9 @@ class CapturedRun:
         self.num_pages = max(len(case.layer_kv.key) for case in cases)
         self._backend, self._spec, self._shape = backend, spec, shape
         self._captured = CapturedCase.make(shape, width, first.batch.page_size, "cuda")
-        pools = [first.layer_kv.key.new_zeros(self.num_pages + 1, *first.layer_kv.key.shape[1:]) for _ in range(2)]
-        self._layer_kv = dataclasses.replace(first.layer_kv, key=pools[0], value=pools[1])
+        key, value, *blocks = (part.new_zeros(self.num_pages + 1, *part.shape[1:]) for part in _parts(first.layer_kv))
+        scales = BlockScales(*blocks) if blocks else None
+        self._layer_kv = dataclasses.replace(first.layer_kv, key=key, value=value, block_scales=scales)
         self._q = first.q.new_zeros(shape.num_tokens, spec.num_heads, spec.head_dim)
         self._return_lse = return_lse
         self.out = torch.zeros_like(self._q)
@@ -134,8 +140,8 @@ class CapturedRun:
     def stage(self, case: PagedCase) -> None:
         """Put the step of ``case`` where the graph reads, with NaN in all outputs, and plan it."""
         self.out.fill_(torch.nan)
-        self._layer_kv.key[: len(case.layer_kv.key)] = case.layer_kv.key
-        self._layer_kv.value[: len(case.layer_kv.value)] = case.layer_kv.value
+        for pool, part in zip(_parts(self._layer_kv), _parts(case.layer_kv), strict=True):
+            pool[: len(part)] = part
         self._q.fill_(0.5)
         self._q[: len(case.q)] = case.q
         lens = self._captured.fill(case, self.num_pages)

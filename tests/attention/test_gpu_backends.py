@@ -18,6 +18,7 @@ from aserve.kernels.nvfp4 import NVFP4
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 FP8: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn, "scales": (0.25, 0.5)}
+FP4: dict[str, Any] = {"kv_dtype": NVFP4, "scales": (0.25, 0.5)}
 LENS = [1, 15, 16, 17, 4096]
 CHUNKS = ([1, 15, 16, 17, 300, 200, 1], [1, 15, 33, 4096, 300, 257, 70])  # of queries, of keys
 GROUPS = (1, 2, 3, 4, 7, 8)
@@ -210,6 +211,15 @@ def test_captured_mixed_steps_with_8_bit_pages_and_with_windows(setting: str) ->
             run.replay(case)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_captured_mixed_steps_with_4_bit_pages(head_dim: int) -> None:
+    spec = make_spec(32, 8, head_dim)
+    cases = mixed_steps(spec, **FP4)[:8]
+    run = CapturedRun(build("cake", cases[0], spec), CaptureShape(512, 64, 32), cases, spec, return_lse=True)
+    for case in cases:
+        run.replay(case)
+
+
 def test_dirty_workspaces_do_not_show() -> None:
     """NaN in the partial results and ones in the plans' integers and in the lists, before each replay is planned."""
     spec = make_spec(32, 8, 128)
@@ -275,7 +285,7 @@ def test_dtypes_and_large_heads_of_cake(dtype: torch.dtype, head_dim: int) -> No
 
 
 @pytest.mark.parametrize("option", [{}, {"sliding_window": 100}], ids=["all keys", "window"])
-@pytest.mark.parametrize("options", [{}, FP8], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("options", [{}, FP8, FP4], ids=["16 bits", "8 bits", "4 bits"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_captured_drafts_of_cake(head_dim: int, options: dict[str, Any], option: dict[str, Any]) -> None:
     """Chunks of up to eight queries have their keys split, beside decodes, longer chunks and none of all these."""
