@@ -69,6 +69,10 @@ class PlayedGraph:
     """Runs again what was captured; its tensors are the same each time."""
 
     replay: Callable[[], None]
+    is_reset: bool = False
+
+    def reset(self) -> None:
+        self.is_reset = True
 
 
 @dataclass

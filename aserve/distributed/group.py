@@ -1,7 +1,10 @@
 """The ranks that compute together, each a process of its own with a device of its own."""
 
+import logging
 import os
 import socket
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,8 +15,11 @@ from torch import Tensor
 from aserve.distributed.context_shard import ContextShard
 from aserve.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 JOIN_TIMEOUT = timedelta(minutes=1)  # all are about to join when the first does; one that dies then is waited for
 TIMEOUT = timedelta(minutes=30)  # of a collective: ranks load at different speeds; a rank that dies is noticed at once
+LEAVE_TIMEOUT_S = 10.0  # for NCCL to take back what it gave; it waits for the last graph that has collectives in it
 _ALL_GATHER = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
 )  # the latter was its name before torch 2.13
@@ -29,6 +35,7 @@ class RankGroup:
         self.shard = shard
         self._device = device
         self._is_joined = False
+        self._aborting: threading.Thread | None = None
 
     def join(self, store: Path) -> None:
         """Meet the other ranks at the file ``store``; blocks until all are there.
@@ -64,15 +71,32 @@ class RankGroup:
         return int(self.all_gather(torch.tensor(value, device=self._device)).min().item())
 
     def abort(self) -> None:
-        """Let collectives that wait for a dead rank fail; those of gloo do so by themselves."""
-        if self._is_joined and self._device.type == "cuda":
-            dist.distributed_c10d._get_default_group().abort()
+        """Let collectives that wait for a dead rank end; those of gloo do so by themselves. Idempotent.
+
+        Returns at once: NCCL's kernels end then, but NCCL waits for graphs that only the caller can destroy.
+        """
+        if self._is_joined and self._device.type == "cuda" and self._aborting is None:
+            self._aborting = _start_thread(dist.distributed_c10d._abort_process_group)
 
     def close(self) -> None:
-        """Leave the group, if it was joined. Idempotent."""
-        if self._is_joined:
-            self._is_joined = False
-            dist.destroy_process_group()
+        """Leave the group, if it was joined, after all graphs with collectives of it are destroyed. Idempotent.
+
+        Graphs that are not, as after a failure of the device, are not waited for long.
+        """
+        if not self._is_joined:
+            return
+        self._is_joined = False
+        leaving = self._aborting or _start_thread(dist.destroy_process_group)
+        leaving.join(LEAVE_TIMEOUT_S)
+        if leaving.is_alive():
+            logger.warning("the group of ranks could not be left; this process can start no other engine with several")
+
+
+def _start_thread(target: Callable[[], None]) -> threading.Thread:
+    """Run what may wait for ever, so that a process can end nevertheless."""
+    thread = threading.Thread(target=target, name="aserve-leave-group", daemon=True)
+    thread.start()
+    return thread
 
 
 def _prepare_environment() -> None:

@@ -115,7 +115,8 @@ class CudaRunner(ModelRunner):
         except RuntimeError as error:  # a step has failed, as its future has said, and nothing on the device works
             logger.warning("the device has failed and is left alone: %s", error)
             return
-        # Weights, pages and graphs go with these, though whoever closes keeps the runner.
+        self._graphs.destroy()
+        # Weights and pages go with these, though whoever closes keeps the runner.
         del self._state, self._staging, self._body, self._head, self._graphs, self._sampler, self._prompt_scores
         torch.cuda.empty_cache()
 

@@ -96,6 +96,14 @@ class Graphs:
                 self._heads[size] = head.capture(size, self._pool)
                 progress.update()
 
+    def destroy(self) -> None:
+        """Give back what graphs hold, on the device and of the group of ranks, whoever may still refer to them."""
+        for body in self._bodies.values():
+            body.graph.reset()
+        for head in self._heads.values():
+            head.sampling.reset()
+            head.scoring.reset()
+
     def body(self, plan: StepPlan) -> CapturedBody | None:
         """Return the graph that ``plan`` fits into."""
         shape = self.sizes.body_shape(plan)

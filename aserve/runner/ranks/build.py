@@ -55,6 +55,7 @@ def build_ranks(
     try:
         others = OtherRanks(_start(setups[1:], undo), agreement, group.abort)
         undo.callback(group.close)
+        undo.callback(group.abort)
         undo.callback(others.end, 0.0)
         others.await_milestone()
         group.join(store)

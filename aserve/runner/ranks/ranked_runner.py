@@ -80,6 +80,7 @@ class RankedRunner(ModelRunner):
             self._others.dismiss()
         else:
             self._others.end(0.0)  # rank 0 may wait for one of them
+            self._group.abort()
         self._local.close()
         self._group.close()
         self._others.end()

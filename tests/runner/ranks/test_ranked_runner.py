@@ -76,13 +76,18 @@ class Ranks:
     lost: list[bool] = field(default_factory=list)
 
 
-def make_ranks(*scripts: Script) -> Ranks:
+def make_ranks(*scripts: Script, group: RankGroup | None = None) -> Ranks:
     """One rank for each script, rank 0 first."""
     local, threads = ScriptedRunner(LIMITS, scripts[0]), [RankThread(script) for script in scripts[1:]]
     agreement, lost = StepAgreement(len(scripts)), list[bool]()
     processes = [RankProcess(rank, thread, thread.channel) for rank, thread in enumerate(threads, 1)]  # type: ignore[arg-type]
-    others = OtherRanks(processes, agreement, lambda: lost.append(True))
-    group = RankGroup(ContextShard(0, len(scripts)), torch.device("cpu"))  # which nobody joins
+    group = group or RankGroup(ContextShard(0, len(scripts)), torch.device("cpu"))  # which nobody joins
+
+    def note_loss() -> None:
+        lost.append(True)
+        group.abort()
+
+    others = OtherRanks(processes, agreement, note_loss)
     folder = tempfile.TemporaryDirectory()
     return Ranks(RankedRunner(local, others, agreement, group, folder), local, threads, lost)
 
@@ -225,6 +230,43 @@ def test_a_rank_that_ends_while_all_warm_up_is_named(monkeypatch: pytest.MonkeyP
     with pytest.raises(EngineDeadError, match="rank 1 has ended with status 1"):
         ranks.runner.warm_up()
     ranks.runner.close()
+
+
+@pytest.mark.parametrize("who_fails", ["another rank", "rank 0"])
+def test_kernels_that_wait_for_a_lost_rank_end_before_graphs_do(
+    monkeypatch: pytest.MonkeyPatch, who_fails: str
+) -> None:
+    """NCCL lets them go at once, and comes back from that only when no graph has collectives any more."""
+    graphs_are_gone, kernels_end, events = threading.Event(), threading.Event(), list[str]()
+
+    def abort() -> None:
+        events.append("kernels end")
+        kernels_end.set()
+        assert graphs_are_gone.wait(60)
+        events.append("the group is left")
+
+    monkeypatch.setattr("torch.distributed.distributed_c10d._abort_process_group", abort)
+    group = RankGroup(ContextShard(0, 2), torch.device("cuda"))
+    group._is_joined = True
+    ranks = make_ranks(letters, letters, group=group)
+    close = ranks.local.close
+
+    def close_local() -> None:
+        assert kernels_end.wait(60)
+        events.append("graphs are destroyed")
+        graphs_are_gone.set()
+        close()
+
+    monkeypatch.setattr(ranks.local, "close", close_local)
+    failed = threading.Event()
+    ranks.runner.watch(lambda error: failed.set())
+    if who_fails == "rank 0":
+        ranks.runner._fail(RuntimeError("the device has failed"))
+    else:
+        ranks.threads[0].kill()
+    assert failed.wait(60)
+    ranks.runner.close()
+    assert events == ["kernels end", "graphs are destroyed", "the group is left"]
 
 
 def test_a_worker_that_loses_rank_0_takes_the_store_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
