@@ -34,7 +34,8 @@ class CpuPlan:
 class CpuBackend(AttentionBackend):
     """Reads pools of float32, bfloat16 and float16, of any page size and group of heads; computes in float32.
 
-    A row's result does not depend on its neighbours in the batch or on the number of threads, bit for bit.
+    A row's result does not depend on its neighbours in the batch, on how its prompt was cut into chunks or on the
+    number of threads, bit for bit; a decode's is rounded otherwise than that of a chunk's row which sees the same keys.
     """
 
     name = "cpu"
@@ -69,6 +70,7 @@ class CpuBackend(AttentionBackend):
             key_lens=batch.key_lens_device.data_ptr(),
             page_size=batch.page_size,
             num_seqs=len(batch.query_lens),
+            num_decodes=batch.num_decodes,
         )
         return CpuPlan(arguments, batch)
 

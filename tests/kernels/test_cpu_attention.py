@@ -106,6 +106,7 @@ def test_rows_are_equal_bit_for_bit_alone_and_in_a_batch(variant: str, options: 
             case.batch,
             query_lens=[case.batch.query_lens[seq]],
             key_lens=[case.batch.key_lens[seq]],
+            num_decodes=int(seq < 3),
             cu_query_lens=torch.tensor([0, case.batch.query_lens[seq]], dtype=torch.int32),
             key_lens_device=case.batch.key_lens_device[seq : seq + 1],
             page_table=case.batch.page_table[seq : seq + 1, : -(-case.batch.key_lens[seq] // 16)],
@@ -115,6 +116,45 @@ def test_rows_are_equal_bit_for_bit_alone_and_in_a_batch(variant: str, options: 
         assert lse is not None
         assert together[0][1] is not None
         assert torch.equal(lse, together[0][1][tokens])
+
+
+CUTS = [[1] * 12, [5, 1, 3, 3], [11, 1], [4, 8]]  # of a chunk's queries
+
+
+@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["plain", *OPTIONS.keys()])
+@pytest.mark.parametrize("key_len", [12, 70, 513, 1300])
+def test_rows_are_equal_bit_for_bit_however_a_prompt_is_cut(
+    variant: str, key_len: int, options: dict[str, object]
+) -> None:
+    """A single row, rows of one item, of several, and with keys that are shared between items or are not."""
+    spec = make_spec(6, 2, 64, **options)
+    case = make_case(spec, [key_len], [key_len], 0)
+    backend = make_backend(variant)
+    whole, whole_lse = backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True)
+    assert whole_lse is not None
+    for cut in CUTS:
+        end = key_len
+        for query_len in reversed(cut):
+            output, lse = attend_to_chunk(backend, case, spec, end - query_len, end)
+            assert torch.equal(output, whole[end - query_len : end])
+            assert torch.equal(lse, whole_lse[end - query_len : end])
+            end -= query_len
+
+
+def attend_to_chunk(
+    backend: CpuBackend, case: PagedCase, spec: AttentionSpec, start: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and LSE for queries ``start .. end - 1`` of the case's one sequence, as a chunk of their own."""
+    batch = dataclasses.replace(
+        case.batch,
+        query_lens=[end - start],
+        key_lens=[end],
+        cu_query_lens=torch.tensor([0, end - start], dtype=torch.int32),
+        key_lens_device=torch.tensor([end], dtype=torch.int32),
+    )
+    output, lse = backend.forward(case.q[start:end], case.layer_kv, backend.plan(batch), spec, return_lse=True)
+    assert lse is not None
+    return output, lse
 
 
 def test_a_nan_query_hurts_no_other_row(variant: str) -> None:

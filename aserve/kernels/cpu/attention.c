@@ -6,9 +6,10 @@
  * more, rows stand in the lanes: scores are [key][row], so keys and values are broadcast or read where they are, and
  * maxima and sums need no step across lanes.
  *
- * How a sequence is cut depends on its own lengths alone, so a row's result does not depend on its
- * neighbours in the batch, on the number of threads or on chance. Keys that no query of an item sees are
- * never read.
+ * A decode is cut by its own length alone. The keys of a chunk are summed in parts that begin at multiples of
+ * CHUNK_PART_KEYS, one after the other or in items of their own, and the parts added up in order. So a row's result
+ * does not depend on its neighbours in the batch, on where its prompt was cut into chunks, on the number of threads or
+ * on chance. Keys that no query of an item sees are never read.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -16,20 +17,21 @@
 #include "attention.h"
 #include "pool.h"
 
-#define PART_KEYS 128 /* a single block of queries shares its keys between items of at least this many */
-#define MAX_PARTS 16
+#define DECODE_PART_KEYS 128 /* a decode shares its keys between items of at least this many */
+#define MAX_DECODE_PARTS 16
+#define CHUNK_PART_KEYS 512 /* a multiple of BLOCK_KEYS */
 
 /* How one sequence is cut. */
 typedef struct {
     int first_item; /* among all items */
-    int num_parts;  /* of its keys; above 1 the results are merged afterwards */
+    int num_parts;  /* of its keys that are items of their own; above 1 the results are merged afterwards */
     int64_t first_partial; /* row of the first partial result */
 } Cut;
 
 typedef struct {
     const AttentionArguments *in;
     Cut *cuts; /* [num_seqs + 1]; the last one ends the list */
-    float *partials; /* [rows][num_parts][2 + head_dim]: maximum, sum, weighted values */
+    float *partials; /* [rows][num_parts] of sums */
     int group, heads_per_item, items_per_part, tokens_per_item;
 } Attention;
 
@@ -39,13 +41,39 @@ static int seen_from(const AttentionArguments *in, int position) {
     return in->window && position >= in->window ? position - in->window + 1 : 0;
 }
 
-/* Keys of part `part` of the span that all queries of a sequence see together; cut at whole blocks. */
-static void find_part(int first_key, int end_key, int num_parts, int part, int *start, int *end) {
-    int first_block = first_key / BLOCK_KEYS, num_blocks = divide_up(end_key, BLOCK_KEYS) - first_block;
-    *start = (first_block + num_blocks * part / num_parts) * BLOCK_KEYS;
-    *end = (first_block + num_blocks * (part + 1) / num_parts) * BLOCK_KEYS;
-    if (*start < first_key) *start = first_key;
-    if (*end > end_key) *end = end_key;
+/* Leave an item only its part of the keys that its queries see together. */
+static void take_part(Item *item, int num_parts) {
+    int first_key = item->first_key, end_key = item->end_key;
+    if (item->is_decode) { /* cut at whole blocks */
+        int first_block = first_key / BLOCK_KEYS, num_blocks = divide_up(end_key, BLOCK_KEYS) - first_block;
+        item->first_key = (first_block + num_blocks * item->part / num_parts) * BLOCK_KEYS;
+        item->end_key = (first_block + num_blocks * (item->part + 1) / num_parts) * BLOCK_KEYS;
+    } else {
+        item->first_key = (first_key / CHUNK_PART_KEYS + item->part) * CHUNK_PART_KEYS;
+        item->end_key = item->first_key + CHUNK_PART_KEYS;
+    }
+    if (item->first_key < first_key) item->first_key = first_key;
+    if (item->end_key > end_key) item->end_key = end_key;
+}
+
+static void clear_sums(float *sums, int head_dim) {
+    memset(sums, 0, (size_t)(SUMS_HEAD + head_dim) * sizeof *sums);
+    sums[0] = -INFINITY;
+}
+
+/* Add what a row made of further keys to what it made of those before. */
+static void add_part(float *sums, float maximum, float sum, const float *weighted, int head_dim) {
+    if (maximum == -INFINITY) return; /* it sees none of them */
+    float top = maximum > sums[0] ? maximum : sums[0];
+    float keep = expf(sums[0] - top), take = expf(maximum - top);
+    sums[0] = top;
+    sums[1] = sums[1] * keep + sum * take;
+    float *total = sums + SUMS_HEAD;
+    for (int i = 0; i < head_dim; i += VF_LANES) {
+        int left = head_dim - i;
+        vf kept = vf_mul(vf_load_n(total + i, left), vf_set1(keep));
+        vf_store_n(total + i, vf_fma(vf_load_n(weighted + i, left), vf_set1(take), kept), left);
+    }
 }
 
 /* Write a finished row: output = weighted / sum, after the sink (a logit without a value) has joined the sum. */
@@ -71,23 +99,37 @@ static void finish_row(const AttentionArguments *in, int64_t token, int head, fl
 static float *partial_row(const Attention *job, int seq, int64_t token, int head, int part) {
     const Cut *cut = &job->cuts[seq];
     int64_t row = (token - job->in->cu_query_lens[seq]) * job->in->num_heads + head;
-    return job->partials + (cut->first_partial + row * cut->num_parts + part) * (2 + job->in->head_dim);
+    return job->partials + (cut->first_partial + row * cut->num_parts + part) * (SUMS_HEAD + job->in->head_dim);
 }
 
-static void finish_item(const Attention *job, const Item *item) {
+/* Add the part that ends here to the sums of each row, and begin another. */
+static void end_part(const AttentionArguments *in, Item *item) {
+    for (int r = 0; r < item->num_rows; r++) {
+        float *sums = row_sums(item, r, in->head_dim);
+        if (!item->has_sums) clear_sums(sums, in->head_dim);
+        add_part(sums, item->maximum[r], item->sum[r], item->output + r * pad_dim(in->head_dim), in->head_dim);
+    }
+    item->has_sums = 1;
+    clear_part(in, item);
+}
+
+static void finish_item(const Attention *job, Item *item) {
     const AttentionArguments *in = job->in;
+    if (item->has_sums) end_part(in, item);
     for (int r = 0; r < item->num_rows; r++) {
         int64_t token = item->first_token + r / item->num_heads;
         int head = item->first_head + r % item->num_heads;
-        const float *weighted = item->output + r * pad_dim(in->head_dim);
-        if (job->cuts[item->seq].num_parts == 1) {
+        const float *sums = row_sums(item, r, in->head_dim), *weighted = item->output + r * pad_dim(in->head_dim);
+        if (item->has_sums) {
+            finish_row(in, token, head, sums[0], sums[1], sums + SUMS_HEAD);
+        } else if (job->cuts[item->seq].num_parts == 1) {
             finish_row(in, token, head, item->maximum[r], item->sum[r], weighted);
-            continue;
+        } else {
+            float *partial = partial_row(job, item->seq, token, head, item->part);
+            partial[0] = item->maximum[r];
+            partial[1] = item->sum[r];
+            memcpy(partial + SUMS_HEAD, weighted, (size_t)in->head_dim * sizeof(float));
         }
-        float *partial = partial_row(job, item->seq, token, head, item->part);
-        partial[0] = item->maximum[r];
-        partial[1] = item->sum[r];
-        memcpy(partial + 2, weighted, (size_t)in->head_dim * sizeof(float));
     }
 }
 
@@ -104,6 +146,7 @@ static int find_seq(const Attention *job, int number) {
 static void locate_item(const Attention *job, int number, Item *item) {
     const AttentionArguments *in = job->in;
     item->seq = find_seq(job, number);
+    item->is_decode = item->seq < in->num_decodes;
     const Cut *cut = &job->cuts[item->seq];
     int index = number - cut->first_item;
     int heads = index % job->items_per_part, heads_per_group = divide_up(job->group, job->heads_per_item);
@@ -119,8 +162,9 @@ static void locate_item(const Attention *job, int number, Item *item) {
     item->num_tokens = minimum(job->tokens_per_item, num_queries - block);
     item->position = in->key_lens[item->seq] - num_queries + block;
     item->num_rows = item->num_tokens * item->num_heads;
-    find_part(seen_from(in, item->position), item->position + item->num_tokens, cut->num_parts, item->part,
-              &item->first_key, &item->end_key);
+    item->first_key = seen_from(in, item->position);
+    item->end_key = item->position + item->num_tokens;
+    if (cut->num_parts > 1) take_part(item, cut->num_parts);
 }
 
 static void attend_chunk(const void *argument, int chunk) {
@@ -129,8 +173,9 @@ static void attend_chunk(const void *argument, int chunk) {
     Item item; /* a few hundred kilobytes of stack, of which a small head touches a part */
     locate_item(job, num_items - 1 - chunk, &item); /* prefill chunks stand last and take longest: begin there */
     load_queries(job->in, &item);
-    int block = item.first_key / BLOCK_KEYS * BLOCK_KEYS;
-    for (; block < item.end_key; block += BLOCK_KEYS) {
+    int first_block = item.first_key / BLOCK_KEYS * BLOCK_KEYS;
+    for (int block = first_block; block < item.end_key; block += BLOCK_KEYS) {
+        if (!item.is_decode && block > first_block && block % CHUNK_PART_KEYS == 0) end_part(job->in, &item);
         int low = item.first_key > block ? item.first_key - block : 0;
         int count = minimum(BLOCK_KEYS, item.end_key - block);
         attend_block(job->in, &item, block, low, count);
@@ -143,19 +188,20 @@ static void merge_parts(const Attention *job, int seq) {
     int num_parts = job->cuts[seq].num_parts;
     for (int64_t token = in->cu_query_lens[seq]; token < in->cu_query_lens[seq + 1]; token++) {
         for (int head = 0; head < in->num_heads; head++) {
-            float *first = partial_row(job, seq, token, head, 0);
-            float maximum = -INFINITY, sum = 0.0f, weighted[MAX_HEAD_DIM] = {0};
-            for (int part = 0; part < num_parts; part++)
-                if (first[part * (2 + in->head_dim)] > maximum) maximum = first[part * (2 + in->head_dim)];
+            float sums[SUMS_HEAD + MAX_HEAD_DIM];
+            clear_sums(sums, in->head_dim);
             for (int part = 0; part < num_parts; part++) {
-                const float *partial = first + part * (2 + in->head_dim);
-                float shrink = expf(partial[0] - maximum);
-                sum += partial[1] * shrink;
-                for (int i = 0; i < in->head_dim; i++) weighted[i] += partial[2 + i] * shrink;
+                const float *partial = partial_row(job, seq, token, head, part);
+                add_part(sums, partial[0], partial[1], partial + SUMS_HEAD, in->head_dim);
             }
-            finish_row(in, token, head, maximum, sum, weighted);
+            finish_row(in, token, head, sums[0], sums[1], sums + SUMS_HEAD);
         }
     }
+}
+
+static int num_decode_parts(int num_keys) {
+    int num_parts = minimum(num_keys / DECODE_PART_KEYS, MAX_DECODE_PARTS);
+    return num_parts > 1 ? num_parts : 1;
 }
 
 /* Decide how each sequence is cut; returns the number of partial rows. */
@@ -169,11 +215,10 @@ static int64_t cut_sequences(Attention *job) {
         if (seq == in->num_seqs) break;
         int num_queries = in->cu_query_lens[seq + 1] - in->cu_query_lens[seq];
         int num_blocks = divide_up(num_queries, job->tokens_per_item);
-        if (num_blocks == 1) {
-            int first_key = seen_from(in, in->key_lens[seq] - num_queries);
-            cut->num_parts = (in->key_lens[seq] - first_key) / PART_KEYS;
-            if (cut->num_parts < 1) cut->num_parts = 1;
-            if (cut->num_parts > MAX_PARTS) cut->num_parts = MAX_PARTS;
+        if (num_blocks == 1) { /* so few items that its keys are shared between more */
+            int end_key = in->key_lens[seq], first_key = seen_from(in, end_key - num_queries);
+            cut->num_parts = seq < in->num_decodes ? num_decode_parts(end_key - first_key)
+                                                   : divide_up(end_key, CHUNK_PART_KEYS) - first_key / CHUNK_PART_KEYS;
         }
         num_items += num_blocks * cut->num_parts * job->items_per_part;
         if (cut->num_parts > 1) num_partials += (int64_t)num_queries * in->num_heads * cut->num_parts;
@@ -191,7 +236,7 @@ int paged_attention(Pool *pool, const AttentionArguments *in) {
     if (!job.cuts) return -1;
     int64_t num_partials = cut_sequences(&job);
     if (num_partials) {
-        job.partials = malloc((size_t)num_partials * (2 + in->head_dim) * sizeof(float));
+        job.partials = malloc((size_t)num_partials * (SUMS_HEAD + in->head_dim) * sizeof(float));
         if (!job.partials) {
             free(job.cuts);
             return -1;

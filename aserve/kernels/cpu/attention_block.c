@@ -254,7 +254,7 @@ static void find_rows(const AttentionArguments *in, Item *item, int block, int l
 }
 
 void attend_block(const AttentionArguments *in, Item *item, int block, int low, int count) {
-    int head_dim = in->head_dim, padded_dim = pad_dim(head_dim), has_few_rows = item->num_rows <= FEW_ROWS;
+    int head_dim = in->head_dim, padded_dim = pad_dim(head_dim), has_few_rows = item->has_few_rows;
     find_rows(in, item, block, low, count);
     if (has_few_rows) score_few(item, low, count, head_dim, padded_dim);
     else score_many(item, low, count, head_dim);
@@ -270,17 +270,24 @@ void attend_block(const AttentionArguments *in, Item *item, int block, int low, 
     else add_values_many(item, low, count, head_dim, padded_dim);
 }
 
-void load_queries(const AttentionArguments *in, Item *item) {
-    int padded_dim = pad_dim(in->head_dim), has_few_rows = item->num_rows <= FEW_ROWS;
-    int lanes = divide_up(item->num_rows, VF_LANES) * VF_LANES;
-    item->row_lanes = lanes;
-    memset(item->q, 0, (size_t)padded_dim * (has_few_rows ? item->num_rows : lanes) * sizeof(float));
-    memset(item->output, 0, (size_t)divide_up(item->num_rows, TILE_ROWS) * TILE_ROWS * padded_dim * sizeof(float));
-    memset(item->scores, 0, (size_t)(BLOCK_KEYS + TILE_ROWS) * lanes * sizeof(float));
-    for (int r = 0; r < lanes; r++) {
+void clear_part(const AttentionArguments *in, Item *item) {
+    size_t num_rows = (size_t)divide_up(item->num_rows, TILE_ROWS) * TILE_ROWS;
+    memset(item->output, 0, num_rows * pad_dim(in->head_dim) * sizeof(float));
+    for (int r = 0; r < item->row_lanes; r++) {
         item->maximum[r] = -INFINITY;
         item->sum[r] = 0.0f;
     }
+}
+
+void load_queries(const AttentionArguments *in, Item *item) {
+    int padded_dim = pad_dim(in->head_dim), has_few_rows = item->is_decode && item->num_rows <= FEW_ROWS;
+    int lanes = divide_up(item->num_rows, VF_LANES) * VF_LANES;
+    item->has_few_rows = has_few_rows;
+    item->row_lanes = lanes;
+    item->has_sums = 0;
+    clear_part(in, item);
+    memset(item->q, 0, (size_t)padded_dim * (has_few_rows ? item->num_rows : lanes) * sizeof(float));
+    memset(item->scores, 0, (size_t)(BLOCK_KEYS + TILE_ROWS) * lanes * sizeof(float));
     for (int r = 0; r < item->num_rows; r++) {
         const float *q = in->q + (item->first_token + r / item->num_heads) * in->q_stride +
                          (int64_t)(item->first_head + r % item->num_heads) * in->head_dim;

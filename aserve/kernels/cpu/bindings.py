@@ -42,6 +42,7 @@ class AttentionArguments(ctypes.Structure):
         ("kv_type", ctypes.c_int32),
         ("page_size", ctypes.c_int32),
         ("num_seqs", ctypes.c_int32),
+        ("num_decodes", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
