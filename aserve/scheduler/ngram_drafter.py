@@ -30,12 +30,15 @@ class NgramDrafter(Drafter):
     def __init__(self, settings: NgramSettings) -> None:
         self._settings = settings
         self._indices: dict[Sequence, NgramIndex] = {}
+        self._ended: list[dict[int, int]] = []  # parts of indices that nobody needs; freeing all at once takes long
 
     @property
     def weight(self) -> int:
-        return ENTRY_WEIGHT * sum(index.num_entries for index in self._indices.values())
+        num_entries = sum(index.num_entries for index in self._indices.values())
+        return ENTRY_WEIGHT * (num_entries + sum(map(len, self._ended)))
 
     def propose(self, batch: list[Sequence]) -> list[Draft | None]:
+        del self._ended[-1:]  # more entries than a step takes in, so that they do not pile up
         min_indexed = self._settings.num_tokens + 1  # what a step may bring
         num_left = MAX_INDEXED_RUNS // (self._settings.max_len - self._settings.min_len + 1)  # tokens
         drafts: list[Draft | None] = []
@@ -46,7 +49,9 @@ class NgramDrafter(Drafter):
         return drafts
 
     def leave(self, seq: Sequence) -> None:
-        self._indices.pop(seq, None)
+        index = self._indices.pop(seq, None)
+        if index is not None:
+            self._ended += index.parts[1:]
 
     def _enter(self, seq: Sequence) -> NgramIndex:
         index = self._indices[seq] = NgramIndex(self._settings.min_len, self._settings.max_len)

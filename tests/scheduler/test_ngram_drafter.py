@@ -1,5 +1,6 @@
 """Drafts from a sequence's own text: what stood there before, how many, and when none are made."""
 
+from itertools import pairwise
 from time import thread_time
 
 import pytest
@@ -8,6 +9,7 @@ from doubles_scheduler import make_request
 from aserve.cache.radix_tree import RadixTree
 from aserve.scheduler import ngram_drafter
 from aserve.scheduler.ngram_drafter import NgramDrafter, NgramSettings
+from aserve.scheduler.ngram_index import MAX_PART_ENTRIES
 from aserve.scheduler.sequence import Sequence, Status
 
 MAX_RATIO = 12.0  # of an append; measured: 5 to 7
@@ -102,6 +104,24 @@ def test_what_has_ended_is_forgotten() -> None:
     assert drafter.weight > 0
     drafter.leave(seq)
     drafter.leave(seq)
+    assert drafter.weight == 0
+
+
+def test_what_a_long_prompt_leaves_is_dropped_over_several_steps() -> None:
+    """No step drops more entries than a part of an index has, and all are gone before as many could have come."""
+    drafter = make_drafter()
+    long, other = make_sequence(list(range(30_000))), make_sequence([1, 2] * 20)
+    num_steps = 30_000 * 2 // ngram_drafter.MAX_INDEXED_RUNS + 1
+    for _ in range(num_steps):
+        drafter.propose([other, long])
+    weights = [drafter.weight]
+    drafter.leave(long)
+    for _ in range(num_steps):
+        weights.append(drafter.weight)
+        drafter.propose([other])
+    dropped = [before - after for before, after in pairwise(weights)]
+    assert 0 < max(dropped) <= ngram_drafter.ENTRY_WEIGHT * (MAX_PART_ENTRIES + ngram_drafter.MAX_INDEXED_RUNS)
+    drafter.leave(other)
     assert drafter.weight == 0
 
 

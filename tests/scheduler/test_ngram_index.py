@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from aserve.scheduler import ngram_index
 from aserve.scheduler.ngram_index import NgramIndex, agreeing_len
 
 
@@ -17,9 +18,13 @@ def search(token_ids: list[int], min_len: int, max_len: int) -> int | None:
     return None
 
 
+@pytest.mark.parametrize("max_part_entries", [8192, 10])
 @pytest.mark.parametrize(("min_len", "max_len"), [(1, 1), (1, 3), (2, 4), (3, 3)])
 @pytest.mark.parametrize("vocab_size", [2, 4, 8])
-def test_every_end_of_a_growing_text_is_found_as_by_search(min_len: int, max_len: int, vocab_size: int) -> None:
+def test_every_end_of_a_growing_text_is_found_as_by_search(
+    min_len: int, max_len: int, vocab_size: int, max_part_entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ngram_index, "MAX_PART_ENTRIES", max_part_entries)
     rng = random.Random(vocab_size)
     index, token_ids, num_found = NgramIndex(min_len, max_len), list[int](), 0
     for _ in range(200):
@@ -40,6 +45,15 @@ def test_a_long_prompt_is_taken_in_by_parts() -> None:
     assert taken == [40, 40, 19, 0]
     assert parts.find(token_ids) == whole.find(token_ids) == 100 - 7
     assert parts.num_entries == whole.num_entries == 14
+
+
+def test_no_part_outgrows_its_bound_by_more_than_one_call() -> None:
+    """A dict that grows moves all its entries, and one that is freed drops them: so much more work has the call."""
+    index, token_ids = NgramIndex(2, 4), list(range(40_000))
+    while index.num_indexed < len(token_ids) - 1:
+        index.extend(token_ids, 512)
+    assert index.num_entries == 3 * 39_999 - (1 + 2 + 3)
+    assert max(map(len, index.parts)) <= ngram_index.MAX_PART_ENTRIES + 3 * 512
 
 
 def test_runs_of_equal_hashes_are_told_apart() -> None:
