@@ -1,4 +1,4 @@
-"""Where the tokens at the end of a sequence stood before in it: dicts of bounded size, kept up to date token by token."""
+"""Where the tokens at the end of a sequence stood before in it: bounded dicts, kept up to date token by token."""
 
 from itertools import compress, count
 
@@ -8,8 +8,8 @@ MAX_PART_ENTRIES = 8192  # but for those of one call: a dict that grows or is fr
 class NgramIndex:
     """The latest end of each run of ``min_len`` to ``max_len`` tokens that another token follows.
 
-    Keys are hashes, so that a run costs one entry and no object; a hit is compared token by token. ``parts`` map them to
-    ends; what a later part says holds.
+    Keys are hashes, so that a run costs one entry and no object; a hit is compared token by token. ``parts`` map them
+    to ends; what a later part says holds.
     """
 
     __slots__ = ("_lens", "num_indexed", "parts")
