@@ -1,6 +1,7 @@
 """``aserve chat`` on a scripted engine, for tests that send it signals.
 
-The answer is, without end, the number of messages so far as a digit; a message "wait" holds the device for 2 s first.
+The answer is, without end, the number of messages so far as a digit; a message "wait" holds the device for 2 s first,
+which is told.
 """
 
 import functools
@@ -24,6 +25,7 @@ LIMITS = Limits(
 def count_messages(tokens: Sequence[int], position: int) -> int:
     text = "".join(map(chr, tokens[:position]))
     if text.endswith("wait\n"):
+        print("the device waits", flush=True)
         time.sleep(2)
     return ord("0") + text.count("\n")
 

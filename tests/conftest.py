@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from aserve.model_files import ModelFiles
 
@@ -20,6 +21,10 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_seta
     cores = cores[int(worker.removeprefix("gw")) % len(cores) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
+
+# The same examples each time, however busy the machine; ``--hypothesis-profile default`` looks for new ones.
+settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; Triton reads this where they are defined
@@ -40,7 +45,7 @@ def running_redis(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[RedisSe
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     server.start()
     yield server
-    server.stop()
+    server.close()
 
 
 @pytest.fixture

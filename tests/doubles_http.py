@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -104,6 +105,16 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
+def once_set(may_go_on: threading.Event, script: Script) -> Script:
+    """Hold the device in its first step until ``may_go_on`` is set, then do what ``script`` says."""
+
+    def held(tokens: Sequence[int], position: int) -> int | Sequence[float]:
+        assert may_go_on.wait(30)
+        return script(tokens, position)
+
+    return held
+
+
 @dataclass
 class Live:
     """A running server and a client for it."""
@@ -130,7 +141,7 @@ class Live:
     async def post(self, path: str, **fields: Any) -> httpx.Response:
         return await self.http.post(path, content=json.dumps(fields), headers={"content-type": "application/json"})
 
-    async def until_idle(self, timeout_s: float = 1.0) -> None:
+    async def until_idle(self, timeout_s: float = 10.0) -> None:
         """Wait until the engine has no request; then nothing may be held."""
         steps = self.engine._steps
         assert steps is not None

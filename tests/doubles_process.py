@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from doubles_port import reserve_port
 
 TESTS = Path(__file__).parent
 
@@ -20,9 +20,8 @@ class ServingProcess:
     """One process. Its log is complete once it has exited."""
 
     def __init__(self, command: Sequence[str], log: Path, is_watched: bool) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self._reserved = reserve_port()
+        self.port = self._reserved.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
         environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
@@ -70,6 +69,10 @@ class ServingProcess:
         """Return the exit code."""
         return self.process.wait(timeout_s)
 
+    def close(self) -> None:
+        """Give its port back, once it has ended."""
+        self._reserved.close()
+
     def check_log(self) -> None:
         """Nothing was lost or left behind."""
         for word in (
@@ -95,6 +98,7 @@ def serving(command: Sequence[str], log: Path, *, is_watched: bool = True) -> It
     finally:
         server.process.kill()
         server.process.wait()
+        server.close()
 
 
 def scripted(*settings: str) -> list[str]:

@@ -8,15 +8,10 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from doubles_port import reserve_port
 from fakeredis import TcpFakeServer
 from redis import Redis
 from redis.exceptions import ConnectionError as LostError
-
-
-def free_port() -> int:
-    with sockets.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class FakeRedisServer(TcpFakeServer):
@@ -46,7 +41,8 @@ class RedisServer:
     """A server of its own that can be stopped and started again on the same port; it forgets everything then."""
 
     def __init__(self, folder: Path) -> None:
-        self.port = free_port()
+        self._reserved = reserve_port()
+        self.port = int(self._reserved.getsockname()[1])
         self._folder = folder
         self._program = shutil.which("redis-server")
         self._process: subprocess.Popen[bytes] | None = None
@@ -80,6 +76,11 @@ class RedisServer:
             self._double.stop()
         self._process = self._double = None
 
+    def close(self) -> None:
+        """Stop for good."""
+        self.stop()
+        self._reserved.close()
+
     def clear(self) -> None:
         with Redis(port=self.port) as client:
             client.flushall()
@@ -97,7 +98,7 @@ class SilentProxy:
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self._listener.getsockname()[1]}/3?socket_timeout=0.3"
+        return f"redis://127.0.0.1:{self._listener.getsockname()[1]}/3?socket_timeout=1"
 
     def close(self) -> None:
         self._closing.close()

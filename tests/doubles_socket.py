@@ -99,14 +99,14 @@ class Live:
     def connect(self, **options: Any) -> connect:
         return connect(self.url, compression=None, proxy=None, max_size=None, **options)
 
-    async def lose_connections(self, timeout_s: float = 2.0) -> None:
+    async def lose_connections(self, timeout_s: float = 10.0) -> None:
         """Wait until every session has ended."""
         deadline = time.monotonic() + timeout_s
         while self.state._connections:
             assert time.monotonic() < deadline, f"{len(self.state._connections)} sessions are left"
             await asyncio.sleep(0.005)
 
-    async def become_idle(self, timeout_s: float = 2.0) -> None:
+    async def become_idle(self, timeout_s: float = 10.0) -> None:
         """Wait until the engine has no request and no step on its way; then nothing may be held."""
         steps = self.engine._steps
         assert steps is not None

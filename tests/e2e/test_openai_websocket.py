@@ -207,7 +207,7 @@ async def test_a_drain_lets_the_response_end_and_the_client_comes_back_to_the_ne
             live.state.begin_drain()
             assert (await read_response(connection))[0] == "a" * 50
             reading = asyncio.create_task(read_response(connection))
-            await until(lambda: len(codes) >= 3, 5)
+            await until(lambda: len(codes) >= 3)
             await connection.response.create(model=MODEL, input="say two")
         async with live_server(engine, port=port):
             assert (await asyncio.wait_for(reading, 5))[0] == "two"

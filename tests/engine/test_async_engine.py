@@ -281,7 +281,7 @@ async def test_a_step_that_never_returns_is_noticed(tmp_path):
 async def test_drain_refuses_new_requests_and_lets_running_ones_end():
     async with running_engine(ScriptedRunner(LIMITS, letters, step_time_s=0.002)) as engine:
         running = asyncio.create_task(collect(engine, "abc", SamplingParams(max_tokens=20)))
-        await asyncio.sleep(0.01)
+        await until(lambda: engine.stats().num_open == 1)
         draining = asyncio.create_task(engine.drain(5))
         await settle()
         assert not engine.is_ready
@@ -294,7 +294,7 @@ async def test_drain_refuses_new_requests_and_lets_running_ones_end():
 async def test_drain_ends_what_does_not_end_by_itself():
     async with running_engine(ScriptedRunner(LIMITS, letters, step_time_s=0.002)) as engine:
         running = asyncio.create_task(collect(engine, "abc"))
-        await asyncio.sleep(0.01)
+        await until(lambda: engine.stats().num_open == 1)
         assert await engine.drain(0.05) is False
         with pytest.raises(CapacityError):
             await running
@@ -312,7 +312,7 @@ async def test_stop_ends_open_requests_and_is_idempotent():
         engine.add(request("early", "abc"), RecordingSink())
     await engine.start()
     running = asyncio.create_task(collect(engine, "abc"))
-    await asyncio.sleep(0.01)
+    await until(lambda: engine.stats().num_open == 1)
     await engine.stop()
     await engine.stop()
     with pytest.raises(EngineDeadError, match="stopped"):

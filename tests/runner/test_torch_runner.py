@@ -40,10 +40,8 @@ def test_launch_never_waits_for_the_thread() -> None:
         assert gate.wait(10)
 
     runner, _ = make_runner(TableModel(on_forward=wait))
-    started_at_s = time.monotonic()
     futures = [runner.launch(single_plan([1, 2]))] + [runner.launch(decode_plan([0], [2 + i])) for i in range(3)]
-    assert time.monotonic() - started_at_s < 1
-    assert not any(future.done() for future in futures)
+    assert not any(future.done() for future in futures)  # a launch that waited would have seen the first step fail
     order: list[int] = []
     for i, future in enumerate(futures):
         future.add_done_callback(lambda _, i=i: order.append(i))  # type: ignore[misc]

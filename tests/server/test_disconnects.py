@@ -56,7 +56,7 @@ async def test_a_queued_request_ends_when_its_client_leaves(stream: bool) -> Non
         await reader.readuntil(b"data: ")
         async with raw_post(live, "/v1/completions", {"prompt": [6, *CUE], "stream": stream, **LONG}):
             await until(lambda: live.engine.stats().num_waiting == 1)
-        await until(lambda: live.engine.stats().num_waiting == 0, 1.0)
+        await until(lambda: live.engine.stats().num_waiting == 0)
         assert live.engine.stats().num_running == 1
         assert live.engine.stats().num_aborts == 1
 
@@ -119,7 +119,7 @@ async def test_a_pipelining_client_that_leaves_ends_the_request_in_front() -> No
             writer.write(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n" * 2)
             await until(lambda: live.engine.stats().num_running >= 1)
             reset(writer.get_extra_info("socket"))
-        await live.until_idle(2.0)
+        await live.until_idle()
 
 
 @in_loop
@@ -176,12 +176,12 @@ async def test_an_answered_request_is_freed_without_the_garbage_collector() -> N
                         await client.post("/v1/completions", json=body)
                     await client.get("/health")
                 # On the open connection the last request waits for the next one to take its place.
-                await until(lambda: max(count_kept().values()) == 1, 2)
+                await until(lambda: max(count_kept().values()) == 1)
             body = {"prompt": [5] * 8000, "max_tokens": 8000, "ignore_eos": True}
             for stream in (False, True):
                 async with raw_post(live, "/v1/completions", {**body, "stream": stream}):
                     await until(lambda: live.engine.stats().num_open == 1)
                 await live.until_idle()
-            await until(lambda: not count_kept(), 2)
+            await until(lambda: not count_kept())
         finally:
             gc.enable()

@@ -210,7 +210,10 @@ async def test_reading_the_document_again_costs_nothing_to_speak_of() -> None:
         described = describe_api(MODEL, has_key=False)
         once = time.process_time() - started
         assert shown == json.loads(json.dumps(described))
-        started = time.process_time()
-        for _ in range(20):
-            await live.http.get(DOCUMENT)
-        assert time.process_time() - started < 10 * once
+        times = []
+        for _ in range(3):  # the garbage collector may come once
+            started = time.process_time()
+            for _ in range(20):
+                await live.http.get(DOCUMENT)
+            times.append(time.process_time() - started)
+        assert min(times) < 10 * once

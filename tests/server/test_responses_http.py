@@ -4,6 +4,8 @@ import asyncio
 import socket as sockets
 import struct
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -11,8 +13,9 @@ from urllib.parse import quote
 import httpx
 import openai
 import pytest
+from doubles_engine import until
 from doubles_responses import create, official, plain, read_sse, take
-from doubles_socket import MODEL, in_loop, kinds, respond, scripted_server, text_of
+from doubles_socket import MODEL, in_loop, kinds, obey, respond, scripted_server, text_of
 
 from aserve.server.responses import query
 from aserve.server.responses.item_ids import ItemPlace
@@ -242,12 +245,20 @@ async def test_a_page_is_made_of_its_own_items_only(order: str, monkeypatch: pyt
 
 @in_loop
 async def test_a_background_response_is_queued_polled_and_finished() -> None:
-    async with scripted_server(step_time_s=0.005) as live, official(live) as client:
-        answer = await client.responses.create(model=MODEL, input="say " + "a" * 40, background=True)
+    text, may_end = "say " + "a" * 40, threading.Event()
+
+    def script(tokens: Sequence[int], position: int) -> int:
+        assert position < len(text) + 20 or may_end.wait(20)
+        return obey(tokens, position)
+
+    async with scripted_server(script) as live, official(live) as client:
+        answer = await client.responses.create(model=MODEL, input=text, background=True)
         assert (answer.status, answer.background, answer.output) == ("queued", True, [])
         seen = set()
         while (found := await client.responses.retrieve(answer.id)).status in ("queued", "in_progress"):
             seen.add(found.status)
+            if found.status == "in_progress":
+                may_end.set()
             await asyncio.sleep(0.01)
         assert "in_progress" in seen
         assert (found.status, found.output_text) == ("completed", "a" * 40)
@@ -363,8 +374,11 @@ async def test_a_lost_client_aborts_its_response_at_once(num_events: int) -> Non
 @in_loop
 async def test_a_client_that_leaves_without_a_stream_aborts_too() -> None:
     async with scripted_server(step_time_s=0.003) as live, plain(live) as client:
-        with pytest.raises(httpx.ReadTimeout):
-            await client.post("/responses", json={"input": "count"}, timeout=0.1)
+        asking = asyncio.create_task(client.post("/responses", json={"input": "count"}))
+        await until(lambda: live.engine.stats().num_open == 1)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
         await live.lose_connections()
         await live.become_idle()
         assert live.engine.stats().num_aborts == 1

@@ -118,7 +118,7 @@ async def test_nothing_of_a_response_waits_for_the_garbage_collector(how: str, m
         await live.lose_connections()
         async with live.connect() as connection:  # the step loop's variables go on to another stream
             await respond(connection, input="say b")
-        await until(lambda: runs[0]() is None and session() is None, 2)
+        await until(lambda: runs[0]() is None and session() is None)
     monkeypatch.undo()
     gc.enable()
 
@@ -129,7 +129,7 @@ async def test_counting_tokens_leaves_nothing_for_the_garbage_collector(monkeypa
     async with scripted_server() as live, plain(live) as client:
         gc.disable()
         assert (await client.post("/responses/input_tokens", json={"input": "abc"})).json()["input_tokens"] == 4
-        await until(lambda: runs[0]() is None, 2)
+        await until(lambda: runs[0]() is None)
     monkeypatch.undo()
     gc.enable()
 
@@ -139,7 +139,7 @@ async def test_the_reader_works_while_a_response_runs() -> None:
     async with scripted_server(step_time_s=0.005) as live, live.connect() as connection:
         await send(connection, input="count")
         await receive_until(connection, "response.output_text.delta")
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(10):
             await (await connection.ping())
         await send(connection, "no.such.event")
         events = await receive_until(connection, "error")
@@ -149,13 +149,13 @@ async def test_the_reader_works_while_a_response_runs() -> None:
 
 @in_loop
 async def test_an_old_connection_lets_its_response_end_and_closes() -> None:
-    async with scripted_server(step_time_s=0.005, max_connection_age_s=0.3) as live, live.connect() as connection:
-        await send(connection, input="say " + "a" * 100)
-        await asyncio.sleep(0.35)
+    async with scripted_server(step_time_s=0.005, max_connection_age_s=0.6) as live, live.connect() as connection:
+        await send(connection, input="say " + "a" * 300)
+        await asyncio.sleep(0.65)
         await send(connection, input="say too late")
         events = await receive_until(connection, "error")
         assert events[-2]["type"] == "response.completed"
-        assert text_of(events) == "a" * 100
+        assert text_of(events) == "a" * 300
         error = events[-1]
         assert (error["status"], error["error"]["code"]) == (400, "websocket_connection_limit_reached")
         with pytest.raises(ConnectionClosed):
@@ -296,5 +296,4 @@ async def test_tasks_are_back_to_base_after_many_connections() -> None:
             connection.transport.abort()
         await live.lose_connections()
         await live.become_idle()
-        await asyncio.sleep(0.2)
-        assert len(asyncio.all_tasks()) <= before
+        await until(lambda: len(asyncio.all_tasks()) <= before)

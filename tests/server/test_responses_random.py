@@ -44,9 +44,9 @@ async def storm(seed: int, num_messages: int) -> None:
             for place, name in enumerate("xy"):
                 tasks.create_task(leave(live, name, seed + 100 + place))
         clients = [task.result() for task in staying]
-        await live.lose_connections(5)
-        await until(lambda: not len(live.state.live_responses), 5)
-        await live.become_idle(5)
+        await live.lose_connections()
+        await until(lambda: not len(live.state.live_responses))
+        await live.become_idle()
         stats = live.engine.stats().scheduler
         assert (stats.num_held_pages, stats.num_leased_pages) == (0, 0)
     for client in clients:

@@ -214,17 +214,18 @@ async def test_a_response_that_is_being_prepared_when_its_client_closes_ends_the
     fields: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with scripted_engine() as engine:
-        may_encode = threading.Event()
+        has_begun, may_encode = threading.Event(), threading.Event()
         encode = engine.tokenizer.encode_turn
 
         def gated(*args: Any, **options: Any) -> list[Span]:
+            has_begun.set()
             may_encode.wait(10)
             return encode(*args, **options)
 
         engine.tokenizer.encode_turn = gated  # type: ignore[method-assign]
         async with LocalClient(engine) as client:
             asking = asyncio.create_task(client.request("/v1/responses", {"input": "say a", **fields}))
-            await asyncio.sleep(0.05)
+            await until(has_begun.is_set)
         may_encode.set()
         with pytest.raises(CapacityError, match="the client is closed"):
             await asking
@@ -289,12 +290,13 @@ async def test_a_lost_redis_is_told_and_everything_else_goes_on(
         assert (await create(client, "say a")).status_code == 200
         for probe in ("health", "ready"):
             assert (await client.get(f"{live.http_url}/{probe}")).status_code == 200
+        await until(lambda: not live.state.archive._on_way)
         redis.start()
         await asyncio.sleep(1.1)  # in which it is not asked again
         again = (await create(client, "say again")).json()["id"]
         await until(lambda: not live.state.archive._on_way)
         assert (await client.get(f"/responses/{again}")).status_code == 200
-    redis.stop()
+    redis.close()
     assert caplog.text.count("does not keep responses at present") == 1
     assert "could not be stored" in caplog.text
 

@@ -64,7 +64,7 @@ async def test_stalled_readers_that_reset_their_connections_end_their_requests()
                 sock = writer.get_extra_info("socket")
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # RST instead of FIN
                 writer.transport.abort()
-            await until(lambda: live.engine.stats().num_aborts == 20, 2)
+            await until(lambda: live.engine.stats().num_aborts == 20)
             await live.until_idle()
         await live.check_alive()
 

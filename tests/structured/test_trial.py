@@ -1,11 +1,16 @@
 """B41: what would hang, crash or fill the memory ends in a process of its own, and the next grammar is fine."""
 
+import fcntl
 import json
 import os
 import signal
+import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO
 
 import pytest
 from doubles_http import demo_tokenizer
@@ -41,6 +46,7 @@ def test_a_grammar_that_overflows_the_stack_is_refused(trial: GrammarTrial) -> N
     trial.check(GOOD)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "spec",
     [
@@ -63,13 +69,23 @@ def test_what_takes_long_is_refused_within_the_deadline(trial: GrammarTrial, spe
 def test_a_process_that_uses_up_its_time_is_ended_by_the_system(trial: GrammarTrial) -> None:
     trial.check(GOOD)
     assert trial._process is not None
-    process_id = trial._process.pid
-    threading.Timer(0.3, os.kill, (process_id, signal.SIGPROF)).start()
-    os.kill(process_id, signal.SIGSTOP)  # it is in the middle of a grammar for as long as the test wants
-    threading.Timer(0.6, os.kill, (process_id, signal.SIGCONT)).start()
-    with pytest.raises(ClientError, match="too long"):
-        trial.check(GrammarSpec("regex", "b+"))
+    process = trial._process
+    os.kill(process.pid, signal.SIGSTOP)  # it is in the middle of a grammar for as long as the test wants
+    with ThreadPoolExecutor(1) as pool:
+        checking = pool.submit(trial.check, GrammarSpec("regex", "b+"))
+        while not unread_bytes(process.stdin):
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGPROF)
+        os.kill(process.pid, signal.SIGCONT)
+        with pytest.raises(ClientError, match="too long"):
+            checking.result(20)
     trial.check(GOOD)
+
+
+def unread_bytes(pipe: IO[bytes] | None) -> int:
+    """Return how many bytes of what was written into ``pipe`` nobody has read yet."""
+    assert pipe is not None
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def test_a_process_that_has_ended_while_idle_is_replaced(trial: GrammarTrial) -> None:

@@ -373,10 +373,10 @@ def test_templates_cannot_leave_the_sandbox(source: str) -> None:
     ],
 )
 def test_templates_cannot_run_for_ever(source: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ClientError, match="refuses the messages"):
         render(source, user("x"))
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
 
 
 def test_output_is_bounded() -> None:
