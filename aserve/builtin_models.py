@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aserve.errors import ConfigError
+from aserve.suggestion import did_you_mean
 
 DEFAULT_VOCAB_SIZES = {"gemma3_text": 262208}
 """By model type: what transformers takes where config.json does not say, as in published ones."""
@@ -244,20 +245,40 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def find_builtin(model: str) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the name and config of the built-in model that ``model`` names in any case, with or without "org/".
+ALIASES = {
+    "Llama-3.1-8B-Instruct": "Llama-3.1-8B",
+    "Meta-Llama-3.1-8B": "Llama-3.1-8B",
+    "Meta-Llama-3.1-8B-Instruct": "Llama-3.1-8B",
+    "Mixtral-8x7B-v0.1": "Mixtral-8x7B",
+    "Mixtral-8x7B-Instruct-v0.1": "Mixtral-8x7B",
+    "gemma-2-9b-it": "gemma-2-9b",
+    "gemma-3-4b-it": "gemma-3-4b",
+    "gemma-3-4b-pt": "gemma-3-4b",
+    "gemma-3-12b-it": "gemma-3-12b",
+    "gemma-3-12b-pt": "gemma-3-12b",
+    "Phi-3-mini-4k-instruct": "Phi-3-mini-4k",
+    "Phi-3-medium-4k-instruct": "Phi-3-medium-4k",
+}
+"""Names under which models of the same shape and context are published, and which of BUILTIN_MODELS that is."""
 
-    The name may end as those of tunings for chats do, which change no shape.
-    """
-    wanted = model.rpartition("/")[2].lower().removesuffix("-instruct").removesuffix("-it")
-    return next(((name, config) for name, config in BUILTIN_MODELS.items() if name.lower() == wanted), None)
+_NAMES = {spelling.lower(): name for spelling, name in ({name: name for name in BUILTIN_MODELS} | ALIASES).items()}
+
+
+def find_builtin(model: str) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the name and config of the built-in model that ``model`` names in any case, with or without "org/"."""
+    name = _NAMES.get(_bare_name(model).lower())
+    return None if name is None else (name, BUILTIN_MODELS[name])
 
 
 def require_builtin(model: str) -> tuple[str, Mapping[str, Any]]:
-    """Return what ``find_builtin`` does; raise ConfigError with the known names if there is none."""
+    """Return what ``find_builtin`` does; raise ConfigError with the nearest and all known names if there is none."""
     if (found := find_builtin(model)) is None:
         raise ConfigError(
-            f"random weights need a folder with config.json or a built-in config, and {model!r} is neither; "
-            f"built in: {', '.join(BUILTIN_MODELS)}"
+            f"random weights need a folder with config.json or a built-in config, and {model!r} is neither"
+            f"{did_you_mean(_bare_name(model), [*BUILTIN_MODELS, *ALIASES])}; built in: {', '.join(BUILTIN_MODELS)}"
         )
     return found
+
+
+def _bare_name(model: str) -> str:
+    return model.rpartition("/")[2]

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from aserve.builtin_models import BUILTIN_MODELS, find_builtin
+from aserve.builtin_models import ALIASES, BUILTIN_MODELS, find_builtin, require_builtin
+from aserve.errors import ConfigError
 from aserve.kernels.operators import Operators
 from aserve.layers.weighted import WeightFormat
 from aserve.models.config import DecoderConfig
@@ -80,17 +81,50 @@ def test_gemma_and_phi_attend_as_published() -> None:
         ("Qwen3-8B", "Qwen3-8B"),
         ("qwen3-8b", "Qwen3-8B"),
         ("Qwen/Qwen3-8B", "Qwen3-8B"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
         ("google/gemma-3-4b-it", "gemma-3-4b"),
+        ("google/gemma-3-12b-pt", "gemma-3-12b"),
         ("microsoft/Phi-3-mini-4k-instruct", "Phi-3-mini-4k"),
+        ("microsoft/Phi-3-medium-4k-instruct", "Phi-3-medium-4k"),
         ("meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
+        ("meta-llama/Meta-Llama-3.1-8B", "Llama-3.1-8B"),
+        ("Meta-Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
+        ("mistralai/Mixtral-8x7B-v0.1", "Mixtral-8x7B"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "Mixtral-8x7B"),
+        ("openai/gpt-oss-20b", "gpt-oss-20b"),
     ],
 )
-def test_a_name_is_found_with_its_organisation_in_any_case_and_for_chats(spelling: str, name: str) -> None:
+def test_a_name_is_found_as_it_is_published_in_any_case_and_for_chats(spelling: str, name: str) -> None:
     found = find_builtin(spelling)
     assert found is not None
-    assert found[0] == name
+    assert found == (name, BUILTIN_MODELS[name])
 
 
-@pytest.mark.parametrize("spelling", ["", "-it", "Qwen3", "Qwen3-8B/", "Qwen3-8B-Base", "gemma-3-1b-it"])
+# The context of Qwen3-8B-Base is shorter, and there is no Qwen3-8B-it.
+OTHERS = ["", "-it", "Qwen3", "Qwen3-8B/", "Qwen3-8B-Base", "Qwen3-8B-it", "gemma-3-1b-it", "Mixtral-8x22B-v0.1"]
+
+
+@pytest.mark.parametrize("spelling", OTHERS)
 def test_other_names_are_not_guessed_at(spelling: str) -> None:
     assert find_builtin(spelling) is None
+
+
+@pytest.mark.parametrize(
+    ("spelling", "hint"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", "; did you mean Meta-Llama-3.1-8B?; built in: Qwen3-0.6B, "),
+        ("qwen3-8b-base", "; did you mean Qwen3-8B?; built in: "),
+        ("openai/gpt-oss-20", "; did you mean gpt-oss-20b?; built in: "),
+        ("deepseek-ai/DeepSeek-V3", " is neither; built in: "),
+    ],
+)
+def test_a_miss_names_what_is_near(spelling: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_builtin(spelling)
+    assert repr(spelling) in str(caught.value)
+    assert hint in str(caught.value)
+
+
+def test_each_alias_stands_for_a_model_and_hides_none() -> None:
+    assert set(ALIASES.values()) <= BUILTIN_MODELS.keys()
+    assert not {alias.lower() for alias in ALIASES} & {name.lower() for name in BUILTIN_MODELS}

@@ -131,7 +131,7 @@ def test_weights_in_the_folder_are_not_read(tmp_path: Path) -> None:
         (
             "Qwen3-9B",
             {},
-            "'Qwen3-9B' is neither; built in: "
+            "'Qwen3-9B' is neither; did you mean Qwen3-8B?; built in: "
             "Qwen3-0.6B, Qwen3-8B, Qwen3-14B, Qwen3-30B-A3B, Mixtral-8x7B, "
             "gpt-oss-20b, gpt-oss-120b, Llama-3.1-8B, "
             "gemma-2-9b, gemma-3-4b, gemma-3-12b, Phi-3-mini-4k, Phi-3-medium-4k",
