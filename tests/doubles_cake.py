@@ -8,12 +8,16 @@ from doubles_attention import PagedCase, dense_attention, make_case
 from aserve.attention.base import AttentionSpec
 from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
+from aserve.kernels.cake.paged_prefill import run_prefill
+from aserve.kernels.cake.prefill_launch import PrefillLaunch
+from aserve.kernels.cake.prefill_tiles import PrefillTiles, fill_tiles
 from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
 from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.nvfp4 import NVFP4
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = {"fp8": torch.float8_e4m3fn, "nvfp4": NVFP4}
+CHUNK_LAUNCH = PrefillLaunch(tile_rows=32, block_len=16, num_warps=4, num_stages=2)
 NUM_PROGRAMS = 7  # that share the keys of a call
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 SINKS = torch.tensor([-1.0, 0.5, 3.0, 40.0], device=DEVICE)
@@ -55,16 +59,33 @@ def launch_for(call: AttentionCall) -> SplitLaunch:
     return SplitLaunch(block_len, num_warps=4, num_stages=2, programs_per_sm=1)
 
 
-def run_split(call: AttentionCall, num_programs: int = NUM_PROGRAMS, max_queries: int = 1) -> None:
+def run_split(
+    call: AttentionCall,
+    num_programs: int = NUM_PROGRAMS,
+    max_queries: int = 1,
+    launch: SplitLaunch | None = None,
+) -> None:
     """Run the split decode and its merge, with NaN in what programs leave each other."""
     call.check()
-    launch, batch = launch_for(call), call.batch
+    launch, batch = launch or launch_for(call), call.batch
     schedule = DecodeSchedule.allocate(len(batch.rows), num_programs, call.q.device, max_queries)
     partials = PartialResults.allocate(num_programs, max_queries * call.group, call.q.shape[2], call.q.device)
     partials.outs.fill_(torch.nan)
     partials.lses.fill_(torch.nan)
     fill_schedule(schedule, batch, launch, window=call.rules.window, num_kv_heads=call.num_kv_heads)
     run_split_decode(call, launch, schedule, partials)
+
+
+def run_chunks(call: AttentionCall, launch: PrefillLaunch = CHUNK_LAUNCH) -> None:
+    """Run the prefill kernel, with dirt where the tiles will be told."""
+    call.check()
+    starts = call.batch.cu_query_lens
+    assert starts is not None
+    tiles = PrefillTiles.allocate(len(call.q), len(starts) - 1, call.group, launch.tile_rows, call.q.device)
+    tiles.chunks.fill_(77)
+    tiles.first_rows.fill_(-77)
+    fill_tiles(tiles, starts, group=call.group)
+    run_prefill(call, launch, tiles)
 
 
 def check(call: AttentionCall, case: PagedCase, spec: AttentionSpec) -> None:

@@ -6,28 +6,15 @@ from typing import Any
 import pytest
 import torch
 from doubles_attention import make_spec
-from doubles_cake import DEVICE, FORMATS, RULES, TOLERANCES, check, chunks, make_call
+from doubles_cake import CHUNK_LAUNCH, DEVICE, FORMATS, RULES, TOLERANCES, check, chunks, make_call, run_chunks
 from triton.runtime.interpreter import interpreter_builder
 
-from aserve.kernels.cake.attention_call import AttentionCall, KVPages, PagedBatch, ScoreRules
+from aserve.kernels.cake.attention_call import KVPages, PagedBatch, ScoreRules
 from aserve.kernels.cake.paged_prefill import run_prefill
-from aserve.kernels.cake.prefill_launch import PrefillLaunch, plain_launch
+from aserve.kernels.cake.prefill_launch import plain_launch
 from aserve.kernels.cake.prefill_tiles import PrefillTiles, fill_tiles
 
-LAUNCH = PrefillLaunch(tile_rows=32, block_len=16, num_warps=4, num_stages=2)
 HEAD_SCALES = (torch.tensor([0.25, 2.0], device=DEVICE), torch.tensor([0.5, 1.5], device=DEVICE))
-
-
-def run(call: AttentionCall, launch: PrefillLaunch = LAUNCH) -> None:
-    """With dirt where the tiles will be told."""
-    call.check()
-    starts = call.batch.cu_query_lens
-    assert starts is not None
-    tiles = PrefillTiles.allocate(len(call.q), len(starts) - 1, call.group, launch.tile_rows, call.q.device)
-    tiles.chunks.fill_(77)
-    tiles.first_rows.fill_(-77)
-    fill_tiles(tiles, starts, group=call.group)
-    run_prefill(call, launch, tiles)
 
 
 EDGES = [(1, 1), (1, 40), (15, 15), (16, 16), (17, 17), (3, 16), (2, 17), (11, 32), (33, 33), (12, 45)]
@@ -40,7 +27,7 @@ def test_chunks_at_the_edges_of_blocks_and_tiles(dtype: torch.dtype, sizes: list
     spec = make_spec(3, 1, 64)
     case = chunks(spec, sizes, dtype=dtype)
     call = make_call(case, spec)
-    run(call)
+    run_chunks(call)
     check(call, case, spec)
 
 
@@ -50,7 +37,7 @@ def test_page_sizes(page_size: int) -> None:
     spec = make_spec(2, 1, 64)
     case = chunks(spec, [(1, 33), (9, 40)], page_size=page_size)
     call = make_call(case, spec)
-    run(call)
+    run_chunks(call)
     check(call, case, spec)
 
 
@@ -60,7 +47,7 @@ def test_groups_and_head_sizes(group: int, head_dim: int) -> None:
     spec = make_spec(group, 1, head_dim)
     case = chunks(spec, [(7, 19)])
     call = make_call(case, spec)
-    run(call)
+    run_chunks(call)
     check(call, case, spec)
 
 
@@ -69,7 +56,7 @@ def test_head_sizes_that_are_no_power_of_two(head_dim: int) -> None:
     spec = make_spec(2, 1, head_dim, sinks=torch.zeros(2, device=DEVICE), softcap=1.0)
     case = chunks(spec, [(20, 33), (1, 1)])
     call = make_call(case, spec)
-    run(call)
+    run_chunks(call)
     check(call, case, spec)
 
 
@@ -78,7 +65,7 @@ def test_windows_caps_and_sinks(rules: dict[str, Any]) -> None:
     spec = make_spec(4, 1, 64, **rules)
     case = chunks(spec, [(1, 60), (37, 37), (16, 48)])
     call = make_call(case, spec, has_lse="softcap" not in rules)
-    run(call)
+    run_chunks(call)
     check(call, case, spec)
 
 
@@ -90,7 +77,7 @@ def test_keys_outside_the_window_are_not_read() -> None:
     for pages in (case.layer_kv.key, case.layer_kv.value):
         pages[case.batch.page_table[0, :3].long()] = torch.nan  # keys 0 to 47; the first query sees 62
         pages[case.batch.page_table[0, 3].long(), :14] = torch.nan
-    run(call)
+    run_chunks(call)
     check(call, case, spec)
 
 
@@ -108,10 +95,10 @@ def test_entries_behind_the_keys_are_not_read(monkeypatch: pytest.MonkeyPatch) -
         return load(ptrs, mask, *options)
 
     monkeypatch.setattr(interpreter_builder, "create_masked_load", record)
-    run(call)
+    run_chunks(call)
     check(call, case, spec)
     assert DEVICE == "cuda" or end - table.element_size() in read, "of the last key; a GPU records nothing"
-    assert not any(end <= place < end + 4 * LAUNCH.block_len for place in read)
+    assert not any(end <= place < end + 4 * CHUNK_LAUNCH.block_len for place in read)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])
@@ -122,17 +109,10 @@ def test_pages_of_few_bits(kv_dtype: torch.dtype, head_dim: int) -> None:
     for scales in ((0.25, 0.5), HEAD_SCALES):
         case = chunks(spec, [(16, 32), (5, 5)], dtype=torch.bfloat16, kv_dtype=kv_dtype, scales=scales)
         call = make_call(case, spec)
-        run(call, LAUNCH if kv_dtype != FORMATS["nvfp4"] else dataclasses.replace(LAUNCH, block_len=32))
+        run_chunks(
+            call, CHUNK_LAUNCH if kv_dtype != FORMATS["nvfp4"] else dataclasses.replace(CHUNK_LAUNCH, block_len=32)
+        )
         check(call, case, spec)
-
-
-def test_pages_of_the_highest_index() -> None:
-    spec = make_spec(2, 1, 64)
-    case = chunks(spec, [(20, 47)], num_pages=3000)
-    assert int(case.batch.page_table.max()) >= 2990
-    call = make_call(case, spec)
-    run(call)
-    check(call, case, spec)
 
 
 def test_rows_of_the_table_queries_and_chunks_may_stand_anywhere() -> None:
@@ -153,7 +133,7 @@ def test_rows_of_the_table_queries_and_chunks_may_stand_anywhere() -> None:
         torch.tensor([3, 23, 23, 32, 33, 33], dtype=torch.int32, device=DEVICE),
     )
     out, lse = torch.full((40, 4, 64), torch.nan, device=DEVICE), torch.full((40, 4), torch.nan, device=DEVICE)
-    run(dataclasses.replace(call, q=wide[:, :4], out=out, lse=lse, batch=batch))
+    run_chunks(dataclasses.replace(call, q=wide[:, :4], out=out, lse=lse, batch=batch))
     check(dataclasses.replace(call, out=out[3:33], lse=lse[3:33]), case, spec)
     others = [0, 1, 2, *range(33, 40)]
     assert out[others].isnan().all(), "tokens of no chunk are left alone"
@@ -168,7 +148,7 @@ def test_pages_with_heads_before_tokens() -> None:
         pages.transpose(1, 2).contiguous().transpose(1, 2) for pages in (call.pages.keys, call.pages.values)
     )
     call = dataclasses.replace(call, pages=KVPages(keys, values))
-    run(call)
+    run_chunks(call)
     check(call, case, spec)
 
 
@@ -178,11 +158,11 @@ def test_blocks_of_4_bit_keys_that_would_be_multiplied_wrongly_are_refused() -> 
         spec = make_spec(4, 2, 64)
         case = chunks(spec, [(9, 40), (1, 17)], dtype=dtype, kv_dtype=FORMATS["nvfp4"])
         call = make_call(case, spec)
-        run(call, plain_launch(dtype, FORMATS["nvfp4"]))
+        run_chunks(call, plain_launch(dtype, FORMATS["nvfp4"]))
         check(call, case, spec)
         if dtype != torch.float32:
             with pytest.raises(ValueError, match="block_len: must be 32 or more on such keys, not 16"):
-                run(call, LAUNCH)
+                run_chunks(call, CHUNK_LAUNCH)
 
 
 def test_what_the_kernel_does_not_serve_is_refused_by_name() -> None:
@@ -195,9 +175,9 @@ def test_what_the_kernel_does_not_serve_is_refused_by_name() -> None:
     ]
     for change, words in changes:
         with pytest.raises(ValueError, match=words):
-            run_prefill(dataclasses.replace(call, **change), LAUNCH, tiles)
+            run_prefill(dataclasses.replace(call, **change), CHUNK_LAUNCH, tiles)
     with pytest.raises(ValueError, match="tiles: must be of 64 rows, not 32"):
-        run_prefill(call, dataclasses.replace(LAUNCH, tile_rows=64), tiles)
+        run_prefill(call, dataclasses.replace(CHUNK_LAUNCH, tile_rows=64), tiles)
     batch = dataclasses.replace(call.batch, rows=call.batch.rows[:0])
     with pytest.raises(ValueError, match="rows, key_lens: must be of 1 sequences, as cu_query_lens is"):
         dataclasses.replace(call, batch=batch).check()
