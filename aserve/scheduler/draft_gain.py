@@ -1,17 +1,16 @@
 """Whether drafts pay: what those of a step may bring, against what the step then costs everyone in it."""
 
 from aserve.scheduler.drafter import Draft
-from aserve.scheduler.sequence import Sequence
 
 ROW_COST = 1.0  # tokens: a row that verifies misses the step after; where nobody goes on, the device waits for the host
 STEP_COST = 0.4  # tokens of each row: on a GPU such a step takes 0.2 longer; twice that, since gains are only expected
 
 
-def paying_drafts(proposed: list[tuple[Sequence, Draft]], num_rows: int) -> list[tuple[Sequence, Draft]]:
-    """Return those of ``proposed`` that bring their row more than they cost it: all, or none if the step loses by them.
+def pays_for_row(draft: Draft) -> bool:
+    """Whether ``draft`` brings its row more than it costs it."""
+    return draft.num_expected > ROW_COST
 
-    ``num_rows`` share the step, with drafts or without.
-    """
-    paying = [(seq, draft) for seq, draft in proposed if draft.num_expected > ROW_COST]
-    gain = sum(draft.num_expected - ROW_COST for _, draft in paying)
-    return paying if gain >= STEP_COST * num_rows else []
+
+def pays_for_step(drafts: list[Draft], num_rows: int) -> bool:
+    """Whether ``drafts``, which pay for their rows, bring as much as all ``num_rows`` of their step lose by them."""
+    return sum(draft.num_expected - ROW_COST for draft in drafts) >= STEP_COST * num_rows

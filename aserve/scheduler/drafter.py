@@ -18,6 +18,13 @@ class Draft:
     token_ids: list[int]
     num_expected: float  # of its tokens, those before the first wrong one
 
+    def cut(self, num_tokens: int) -> "Draft":
+        """Return its first ``num_tokens``, all if it has fewer; as much is expected of them as there can be."""
+        if num_tokens >= len(self.token_ids) >= self.num_expected:
+            return self
+        token_ids = self.token_ids[: max(num_tokens, 0)]
+        return Draft(token_ids, min(self.num_expected, len(token_ids)))
+
 
 class Drafter(ABC):
     """Called on the event loop for every step, so it must not take more than microseconds a sequence."""

@@ -73,14 +73,22 @@ class SequenceMemory:
         self._note_capacity(seq)
         return True
 
-    def reserve(self, seq: Sequence, num_tokens: int, num_spare_pages: int) -> int:
-        """Return for how many of ``num_tokens`` tokens ``seq`` has pages, after giving it those that it lacks.
+    def count_room(self, seq: Sequence, num_tokens: int, num_spare_pages: int) -> int:
+        """Return how many of ``num_tokens`` tokens ``seq`` has pages for, or can get them by ``reserve``.
 
-        It gets none that takes a lease, or leaves fewer than ``num_spare_pages`` for the others.
+        It can get none that takes a lease, or leaves fewer than ``num_spare_pages`` for the others.
         """
-        while len(seq.pages) * self._page_size < num_tokens and self.cache.num_available > num_spare_pages:
+        num_pages = len(seq.pages) + max(self.cache.num_available - num_spare_pages, 0)
+        return min(num_tokens, num_pages * self._page_size)
+
+    def count_missing_pages(self, seq: Sequence, num_tokens: int) -> int:
+        """Return how many pages ``seq`` lacks for ``num_tokens`` tokens."""
+        return max(-(-num_tokens // self._page_size) - len(seq.pages), 0)
+
+    def reserve(self, seq: Sequence, num_tokens: int) -> None:
+        """Give ``seq`` the pages that it lacks for ``num_tokens`` tokens, for which there is room."""
+        for _ in range(self.count_missing_pages(seq, num_tokens)):
             self.extend(seq)
-        return min(num_tokens, len(seq.pages) * self._page_size)
 
     def publish(self, seq: Sequence, max_tokens: int | None = None) -> None:
         """Put the full pages of ``seq`` whose tokens are known and computed by a committed step into the prefix tree.

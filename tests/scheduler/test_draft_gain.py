@@ -1,18 +1,13 @@
 """The rule by which a step has drafts: what they may bring is more than what they cost those in it."""
 
-from typing import cast
-
 import pytest
 
-from aserve.scheduler.draft_gain import paying_drafts
+from aserve.scheduler.draft_gain import pays_for_row, pays_for_step
 from aserve.scheduler.drafter import Draft
-from aserve.scheduler.sequence import Sequence
 
 
-def paying(expected: list[float], num_rows: int) -> list[float]:
-    """Return what is expected of the drafts that are left of some of which ``expected`` is."""
-    proposed = [(cast(Sequence, place), Draft([1, 2, 3, 4, 5, 6], num)) for place, num in enumerate(expected)]
-    return [draft.num_expected for _, draft in paying_drafts(proposed, num_rows)]
+def draft(num_expected: float) -> Draft:
+    return Draft([1, 2, 3, 4, 5, 6], num_expected)
 
 
 @pytest.mark.parametrize(
@@ -27,20 +22,24 @@ def paying(expected: list[float], num_rows: int) -> list[float]:
         ([5.0], 32, False),  # one of many may expect what it likes
         ([5.0] * 4, 32, True),
         ([2.0] * 32, 32, True),
+        ([], 8, False),
     ],
 )
 def test_drafts_are_verified_if_their_rows_gain_what_all_rows_lose(
     expected: list[float], num_rows: int, is_worth_it: bool
 ) -> None:
-    assert paying(expected, num_rows) == (expected if is_worth_it else [])
+    assert pays_for_step([draft(num) for num in expected], num_rows) is is_worth_it
 
 
 def test_a_row_that_expects_no_more_than_the_step_it_misses_has_no_part_in_it() -> None:
-    assert paying([1.0, 0.5, 1.0, 1.0], 1) == []
-    assert paying([1.0, 4.0, 0.5, 1.5], 4) == [4.0, 1.5], "nor does it stop the others"
-    assert paying([0.0] * 40 + [3.0], 5) == [3.0], "or count against them"
+    assert [pays_for_row(draft(num)) for num in (0.0, 0.5, 1.0, 1.5, 4.0)] == [False, False, False, True, True]
 
 
-def test_no_drafts_no_rows() -> None:
-    assert paying([], 0) == []
-    assert paying([], 8) == []
+@pytest.mark.parametrize(
+    ("num_tokens", "token_ids", "num_expected"),
+    [(-1, [], 0.0), (0, [], 0.0), (1, [1], 1.0), (2, [1, 2], 2.0), (3, [1, 2, 3], 2.5), (9, [1, 2, 3, 4, 5, 6], 2.5)],
+)
+def test_of_a_draft_that_is_cut_no_more_is_expected_than_it_has(
+    num_tokens: int, token_ids: list[int], num_expected: float
+) -> None:
+    assert draft(2.5).cut(num_tokens) == Draft(token_ids, num_expected)

@@ -46,7 +46,7 @@ def make_loop(*steps: tuple[int, int], depth: int = 0, lease_fraction: float = 0
     return StepLoop(limits, depth=depth, drafter=PlannedDrafter(limits, *steps), lease_fraction=lease_fraction)
 
 
-@pytest.mark.parametrize(("num_right", "num_wrong"), [(4, 0), (2, 2), (0, 3), (1, 0), (0, 1)])
+@pytest.mark.parametrize(("num_right", "num_wrong"), [(4, 0), (2, 2), (0, 3), (2, 0), (0, 2)])
 def test_a_row_gets_as_many_tokens_as_drafts_are_right_and_one_more(num_right: int, num_wrong: int) -> None:
     loop = make_loop((0, 0), (num_right, num_wrong))
     outcome = loop.add(make_request("r", PROMPT, max_tokens=12))
@@ -182,7 +182,7 @@ def test_drafts_leave_leases_alone() -> None:
 
 def test_prompts_get_their_turn_beside_rows_that_verify() -> None:
     """Rows that verify share the places of chunks with prompts."""
-    loop = make_loop(*[(2, 0)] * 500, max_num_chunks=2, depth=1)
+    loop = make_loop(*[(6, 0)] * 500, max_num_chunks=2, depth=1)
     for number in range(4):
         loop.add(make_request(f"r{number}", [number], max_tokens=60, seed=number))
     for _ in range(12):
@@ -195,19 +195,76 @@ def test_prompts_get_their_turn_beside_rows_that_verify() -> None:
     loop.check_outcomes()
 
 
-def test_a_step_has_no_more_drafts_than_the_device_takes() -> None:
-    loop = make_loop(*[(6, 0)] * 50, max_num_drafts=7, max_num_chunks=6)
+@pytest.mark.parametrize(
+    ("max_num_drafts", "expected"),
+    [
+        (8, [6, 2]),
+        (7, [6]),  # a single token brings at most the step that its row misses
+    ],
+)
+def test_a_step_has_no_more_drafts_than_the_device_takes(max_num_drafts: int, expected: list[int]) -> None:
+    plans = run_six((6, 0), max_num_drafts=max_num_drafts)
+    assert max(sum(map(len, plan.drafts)) for plan in plans) <= max_num_drafts
+    assert list(map(len, next(plan.drafts for plan in plans if plan.drafts))) == expected
+
+
+def test_drafts_leave_half_of_the_chunks_to_prompts() -> None:
+    assert max(len(plan.drafts) for plan in run_six((2, 0), max_num_chunks=6)) == 3
+
+
+def run_six(step: tuple[int, int], **changes: float) -> list[StepPlan]:
+    """Return the steps of six requests with the same drafts for each."""
+    loop = make_loop(*[step] * 50, **changes)
     for number in range(6):
         loop.add(make_request(f"r{number}", [number, 3], max_tokens=30, seed=number))
     loop.run()
     loop.check_outcomes()
-    assert max(sum(map(len, plan.drafts)) for plan in loop.plans) == 7
-    assert max(len(plan.drafts) for plan in loop.plans) == 2, "six of them, and then one"
-    wide = make_loop(*[(1, 0)] * 50, max_num_chunks=6)
-    for number in range(6):
-        wide.add(make_request(f"r{number}", [number, 3], max_tokens=30, seed=number))
-    wide.run()
-    assert max(len(plan.drafts) for plan in wide.plans) == 3, "half of the chunks are left to prompts"
+    return loop.plans
+
+
+def test_what_does_not_pay_takes_no_room_from_drafts_behind_it() -> None:
+    loop = make_loop(max_num_drafts=6)
+    expected = [4.0, 3.0, 1.0, 2.0]  # of four, four, four and two tokens
+    lens = [4, 4, 4, 2]
+    loop.scheduler._drafter.propose = lambda batch: [
+        Draft([WRONG] * count, number) for number, count in zip(expected, lens, strict=True) if batch
+    ]
+    for number in range(4):
+        loop.add(make_request(f"r{number}", [number, 3], max_tokens=30, seed=number))
+    loop.turn()
+    plan = loop.turn()
+    assert [len(drafts) for drafts in plan.drafts] == [4, 2]
+
+
+@pytest.mark.parametrize(("max_tokens", "num_drafts"), [(2, []), (3, []), (4, [2]), (5, [3])])
+def test_a_draft_is_judged_by_what_the_end_of_its_request_leaves_of_it(max_tokens: int, num_drafts: list[int]) -> None:
+    """Two tokens, the prompt's and the last, are sampled without; a single draft between them brings nothing."""
+    loop = make_loop(*[(6, 0)] * 20)
+    loop.add(make_request("r", PROMPT, max_tokens=max_tokens))
+    loop.run()
+    loop.check_outcomes()
+    assert [len(drafts) for plan in loop.plans for drafts in plan.drafts] == num_drafts
+
+
+@pytest.mark.parametrize(("prompt_len", "num_drafts"), [(4, [3]), (5, [2]), (6, []), (7, [])])
+def test_a_draft_is_judged_by_what_the_pages_leave_of_it(prompt_len: int, num_drafts: list[int]) -> None:
+    """Two requests with two pages of four tokens each are all that there is."""
+    loop = make_loop((6, 0), num_pages=4, page_size=4)
+    loop.add(make_request("r", range(prompt_len), max_tokens=8))
+    loop.add(make_request("other", range(20, 27), max_tokens=8, presence_penalty=0.5))  # never has drafts
+    loop.turn()
+    plan = loop.turn()
+    assert [len(drafts) for drafts in plan.drafts] == num_drafts
+
+
+def test_drafts_that_do_not_pay_get_no_pages() -> None:
+    loop = make_loop(page_size=1)
+    loop.scheduler._drafter.propose = lambda batch: [Draft([WRONG] * 6, 1.25) for _ in batch]
+    loop.add(make_request("r", PROMPT, max_tokens=12))
+    loop.turn()
+    num_available = loop.scheduler._memory.cache.num_available
+    assert loop.turn().drafts == []
+    assert loop.scheduler._memory.cache.num_available == num_available - 1, "that of the token"
 
 
 @pytest.mark.parametrize(
