@@ -22,7 +22,7 @@ MAX_ERROR = 1e-2  # of each sequence's output, by its norm; both round to bfloat
 
 DECODE_LENS = {
     "full blocks": [128, 256, 1024, 8192, 40_000 // 128 * 128],
-    "all tails": list(range(1, 258, 5)),
+    "all tails": [key_len for key_len in range(1, 258, 5) if key_len % PAGE_SIZE],
     "mixed": [1, 15, 16, 17, 127, 128, 129, 4096, 40_000, 300, 3],
 }
 CHUNKS = ([1, 15, 16, 17, 300, 128, 64, 1], [1, 15, 33, 4096, 300, 1024, 40_000, 70])  # of queries, of keys

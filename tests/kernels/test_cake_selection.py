@@ -10,6 +10,7 @@ import torch
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, SEVERAL_VARIANTS, DecodeVariant
 from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS
 from aserve.kernels.cake.select_variant import UNBOUNDED, VariantProblem, refuse_variant, select_variant
+from aserve.kernels.cake.tables import variant_names
 from aserve.kernels.nvfp4 import NVFP4
 
 HALF, BF16, FP32, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -179,5 +180,7 @@ def test_the_compatibility_kernel_serves_whatever_any_row_serves() -> None:
 
 
 def test_names_are_unique() -> None:
-    names = [variant.name for variant in DECODE_VARIANTS]
+    """Over all tables, in which a pin is looked up."""
+    names = variant_names()
+    assert len(names) == len(DECODE_VARIANTS) + len(SEVERAL_VARIANTS) + len(PREFILL_VARIANTS)
     assert len(set(names)) == len(names)
