@@ -9,7 +9,7 @@ from aserve.attention import installed
 from aserve.attention.base import PHASES, AttentionBackend, AttentionKind, AttentionProblem, Phase
 from aserve.attention.hybrid import HybridBackend
 from aserve.errors import ConfigError
-from aserve.kernels.cake.tables import variant_names
+from aserve.kernels.cake.tables import TABLES
 from aserve.kernels.cpu import library
 from aserve.registry import Entry, Registry
 
@@ -40,6 +40,7 @@ PREFERENCES = {  # what "auto" tries, best first, by the device's type or, on CU
 FP8_PREFERENCES = {"cuda 9.0": ("cake",)}  # for pages of e4m3, before all others, where that was measured to be faster
 OWN_PREFERENCES = ("cake",)  # on CUDA before "torch", which comes last: for what the libraries do not serve
 SINK_PREFERENCES = ("fa,cake", "cake")  # the same for layers with sinks
+TABLE_PHASES: dict[str, Phase] = {"decode": "decode", "several": "prefill", "prefill": "prefill"}  # drafts are chunks
 PAGE_SIZES = (16, 32, 64, 128, 256)  # tried in this order if the size is free
 
 
@@ -80,12 +81,16 @@ def check_names(setting: str) -> None:
 
 
 def check_variants(cake_variants: tuple[str, ...], setting: str) -> None:
-    """Raise ConfigError if there is no variant of such a name, or ``setting`` does not name the backend of variants."""
-    known = variant_names()
-    if unknown := [name for name in cake_variants if name not in known]:
-        raise ConfigError(f"cake_variants: unknown variant {unknown[0]!r}; known: {', '.join(known)}")
-    if cake_variants and "cake" not in map(str.strip, setting.split(",")):
-        raise ConfigError(f"cake_variants: {cake_variants[0]} needs attention_backend 'cake', alone or in a pair")
+    """Raise ConfigError for a variant that is unknown, or of a phase that ``setting`` leaves to another backend."""
+    phases = {variant.name: TABLE_PHASES[table] for table, variants in TABLES.items() for variant in variants}
+    served = {phase for name, phases_of_name in _parts(_split(setting)) for phase in phases_of_name if name == "cake"}
+    for name in cake_variants:
+        if name not in phases:
+            raise ConfigError(f"cake_variants: unknown variant {name!r}; known: {', '.join(phases)}")
+        if not served:
+            raise ConfigError(f"cake_variants: {name} needs attention_backend 'cake', alone or in a pair")
+        if phases[name] not in served:
+            raise ConfigError(f"cake_variants: {name} is for {phases[name]}, which is not cake's part of {setting!r}")
 
 
 def refusals_here() -> dict[str, str | None]:
