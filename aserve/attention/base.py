@@ -205,11 +205,6 @@ class AttentionBackend(ABC):
         """Say why this backend cannot serve ``phase`` of ``problem``, or None if it can."""
         return None
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Device memory taken so far for this backend's own use; captures may add to it."""
-        return 0
-
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> Any:
         """Prepare a step once for all layers; the result is passed back to ``forward``."""

@@ -26,11 +26,6 @@ class BlockTablePool:
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory taken."""
-        return 0 if self._memory is None else self._memory.numel() * self._memory.element_size()
-
     def take(self, tables: StepTables) -> BlockTables:
         """Return room for the rows of ``tables``."""
         num_seqs, width = len(tables.rows), tables.page_table.shape[1]

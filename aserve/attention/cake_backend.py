@@ -59,7 +59,6 @@ class CakeBackend(AttentionBackend):
             self.kv_order = "HND"
         self._chunks = CakeChunks(problem, device) if "prefill" in phases else None
         self._rows = torch.arange(problem.max_num_seqs, dtype=torch.int32, device=device)
-        self._num_captured_bytes = 0
 
     @classmethod
     def refuse(cls, problem: AttentionProblem, phase: Phase) -> str | None:
@@ -70,11 +69,6 @@ class CakeBackend(AttentionBackend):
         if reason := refuse_architecture(problem.capability):
             return reason
         return refuse_prefill(problem) if phase == "prefill" else refuse_decodes(problem)
-
-    @property
-    def workspace_bytes(self) -> int:
-        shared = sum(part.num_bytes for part in (self._decodes, self._chunks) if part is not None)
-        return shared + 4 * len(self._rows) + self._num_captured_bytes
 
     def plan(self, batch: AttentionBatch) -> CakePlan:
         num_decodes, num_seqs = batch.num_decodes, len(batch.key_lens)
@@ -133,9 +127,7 @@ class CakeBackend(AttentionBackend):
         return self._chunks is not None
 
     def prepare_capture(self, shape: CaptureShape, tables: StepTables) -> CakePlan:
-        plan = self._make_plan(shape, tables, is_captured=True)
-        self._num_captured_bytes += sum(part.num_bytes for part in (plan.decodes, plan.chunks) if part is not None)
-        return plan
+        return self._make_plan(shape, tables, is_captured=True)
 
     def convert(self, plan: CakePlan) -> None:
         if plan.is_captured:

@@ -55,11 +55,6 @@ class BlackwellPlan:
     routes: dict[AttentionKind, str] = field(default_factory=dict)
 
     @property
-    def num_bytes(self) -> int:
-        """Memory taken."""
-        return self.page_table.numel() * self.page_table.element_size()
-
-    @property
     def max_key_len(self) -> int:
         """Keys that the table has room for."""
         return self.page_table.shape[1] * self.batch.page_size

@@ -34,12 +34,6 @@ class ChunkPlan:
     tiles: dict[TileSize, PrefillTiles]
     drafts: DecodePlan | None  # that serves the short ones of some kinds of layers
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory taken."""
-        schedules = 0 if self.drafts is None else self.drafts.num_bytes
-        return schedules + sum(tiles.num_bytes for tiles in self.tiles.values())
-
 
 class CakeChunks:
     """Plans and runs prefill chunks for all kinds of a problem's layers."""
@@ -50,11 +44,6 @@ class CakeChunks:
         plain = plain_launch(problem.dtype, problem.kv_dtype)
         self._launches = {kind: variant.launch or plain for kind, variant in self._variants.items()}
         self._drafts = CakeDecodes.for_drafts(problem, device) if problem.max_drafts else None
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory taken by what all plans share."""
-        return 0 if self._drafts is None else self._drafts.num_bytes
 
     def plan(self, batch: PagedBatch, num_tokens: int) -> ChunkPlan:
         """Make room for the tiles of chunks that have ``num_tokens`` at most."""

@@ -84,10 +84,6 @@ class ContextParallelBackend(AttentionBackend):
         self._shard = shard
         self._all_gather = all_gather
 
-    @property
-    def workspace_bytes(self) -> int:
-        return self._inner.workspace_bytes
-
     def plan(self, batch: AttentionBatch) -> ContextParallelPlan:
         num_decodes = batch.num_decodes
         has_keys = self._shard.count(batch.key_lens_device[:num_decodes]) > 0

@@ -74,10 +74,6 @@ class FlashAttentionBackend(AttentionBackend):
         flavour = choose_flavour(problem, phase)
         return flavour if isinstance(flavour, str) else None
 
-    @property
-    def workspace_bytes(self) -> int:
-        return self._tables.num_bytes
-
     def plan(self, batch: AttentionBatch) -> list[Section]:
         num_decodes, num_seqs = batch.num_decodes, len(batch.query_lens)
         parts: list[tuple[Phase, int, int]] = [("decode", 0, num_decodes), ("prefill", num_decodes, num_seqs)]

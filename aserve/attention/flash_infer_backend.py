@@ -96,10 +96,6 @@ class FlashInferBackend(AttentionBackend):
             return "its kernels for this GPU have no attention sinks"
         return None
 
-    @property
-    def workspace_bytes(self) -> int:
-        return self.planner.num_bytes + sum(lists.num_bytes for lists in self._captured_lists.values())
-
     def plan(self, batch: AttentionBatch) -> FlashInferPlan:
         num_decodes, num_seqs = batch.num_decodes, len(batch.query_lens)
         sections: list[Section] = []

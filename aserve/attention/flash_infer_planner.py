@@ -75,7 +75,6 @@ class SectionPlanner:
 
         floats = memory(num_floats)
         self.workspaces = {key: Workspace(floats, memory(num_bytes)) for key, num_bytes in integers.items()}
-        self.num_bytes = num_floats + sum(integers.values())
         self._ring = new_ring(MIN_BUFFERS * len(integers), max(integers.values()))
 
     def _count_bytes(self, problem: AttentionProblem) -> tuple[int, dict[tuple[Phase, AttentionKind], int]]:

@@ -44,12 +44,6 @@ class PageLists:
             self.query_starts[: num_seqs + 2],
         )
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory taken."""
-        tensors = (self.starts, self.pages, self.last_page_lens, self.query_starts)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
 
 def fill_page_lists(tables: StepTables, lists: PageLists, *, are_decodes: bool, is_relative: bool = False) -> None:
     """Fill ``lists`` for the sequences of ``tables``, which are decodes only or chunks only.

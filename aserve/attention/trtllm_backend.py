@@ -104,10 +104,6 @@ class TrtllmBackend(AttentionBackend):
             return f"it needs page_size {', '.join(map(str, page_sizes))}, not {problem.page_size}"
         return next((reason for kind in problem.kinds if (reason := _refuse_kind(kind, is_full=is_full))), None)
 
-    @property
-    def workspace_bytes(self) -> int:
-        return len(self._workspace) + self._tables.num_bytes
-
     def plan(self, batch: AttentionBatch) -> list[Section]:
         num_decodes, num_seqs = batch.num_decodes, len(batch.query_lens)
         sections = []

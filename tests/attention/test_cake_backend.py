@@ -168,17 +168,15 @@ def test_layers_of_two_kinds_share_a_step() -> None:
         check(*backend.forward(case.q, case.layer_kv, plan, spec, return_lse=True), case, spec)
 
 
-def test_captured_decodes_keep_their_addresses_and_count_their_memory() -> None:
+def test_captured_decodes_keep_their_addresses() -> None:
     """Each step is shared out anew, whatever the last one left; padding decodes read the dummy page."""
     spec = make_spec(4, 2, 64)
     backend = make_backend(spec)
-    before = backend.workspace_bytes
     captured = CapturedCase.make(CaptureShape(5, 5, 0), 20, 16, DEVICE)
     plan = backend.prepare_capture(captured.shape, captured.tables)
     assert plan.decodes is not None
     assert plan.chunks is None
     (schedule,) = plan.decodes.schedules.values()
-    assert backend.workspace_bytes - before == 4 * (5 + 1 + len(schedule.first_seqs))
     addresses = (schedule.starts.data_ptr(), schedule.first_seqs.data_ptr())
     for seed, key_lens in enumerate(([9, 300, 16, 90, 1], [3], [129, 64])):
         count = len(key_lens)
@@ -199,19 +197,17 @@ MIXED_STEPS: list[tuple[list[int], list[tuple[int, int]]]] = [
 ]
 
 
-def test_captured_mixed_steps_keep_their_addresses_and_count_their_memory() -> None:
+def test_captured_mixed_steps_keep_their_addresses() -> None:
     """Steps of all sizes in tables and tiles that others have filled; padding leaves its tokens alone."""
     spec = make_spec(4, 2, 64)
     backend = make_backend(spec)
     assert backend.captures_decodes
     assert backend.captures_chunks
-    before = backend.workspace_bytes
     captured = CapturedCase.make(CaptureShape(40, 4, 3), 20, 16, DEVICE)
     plan = backend.prepare_capture(captured.shape, captured.tables)
     assert plan.decodes is not None
     assert plan.chunks is not None
     (schedule,), (tiles,) = plan.decodes.schedules.values(), plan.chunks.tiles.values()
-    assert backend.workspace_bytes - before == schedule.num_bytes + tiles.num_bytes
     tensors = (schedule.starts, schedule.first_seqs, tiles.chunks, tiles.first_rows)
     addresses = [tensor.data_ptr() for tensor in tensors]
     for seed, (decode_lens, chunk_lens) in enumerate(MIXED_STEPS):
@@ -239,13 +235,11 @@ def test_chunks_that_verify_drafts_are_computed_with_their_keys_split() -> None:
     spec = make_spec(4, 2, 64, sliding_window=50)
     backend = make_backend(spec, max_drafts=3)
     captured = CapturedCase.make(CaptureShape(40, 4, 3), 20, 16, DEVICE)
-    before = backend.workspace_bytes
     plan = backend.prepare_capture(captured.shape, captured.tables)
     assert plan.decodes is not None
     assert plan.chunks is not None
     assert plan.chunks.drafts is not None
     assert [schedule.max_queries for schedule in plan.chunks.drafts.schedules.values()] == [4]
-    assert backend.workspace_bytes - before == plan.decodes.num_bytes + plan.chunks.num_bytes
     for seed, (decode_lens, chunk_lens) in enumerate(DRAFT_STEPS):
         case = mixed(spec, decode_lens, chunk_lens, seed=seed)
         backend.prepare_replay(plan, captured.fill(case, dummy_page=int(case.batch.page_table[0, 0])))

@@ -115,9 +115,7 @@ def test_captured_decodes_keep_their_addresses_and_their_route(played: PlayedCak
     spec = make_spec(8, 1, 128)
     backend = make_backend(spec)
     captured = CapturedCase.make(CaptureShape(5, 5, 0), 6, 16)
-    before = backend.workspace_bytes
     plan = backend.prepare_capture(captured.shape, captured.tables)
-    assert backend.workspace_bytes == before + 4 * 5 * 6
     assert backend.kernel_name(plan, spec) == "", "not before it has run"
     for seed, key_lens in enumerate(([9, 40, 16, 90, 1], [3], [33, 64])):
         count = len(key_lens)

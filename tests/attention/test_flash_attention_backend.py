@@ -95,7 +95,6 @@ def test_captured_chunks_leave_other_tokens_alone(
     captured = CapturedCase.make(CaptureShape(40, 3, 2), 3, 16)
     section = captured.tables.section(3, 5)
     plan = backend.prepare_capture(CaptureShape(40, 0, 2), section)
-    assert backend.workspace_bytes == 4 * 2 * 3
     for seed, (query_lens, key_lens) in enumerate((([1, 1, 7, 20], [9, 40, 7, 33]), ([1, 1, 5], [3, 40, 17]))):
         case = make_case(spec, query_lens, key_lens, 2, dtype=BF16, seed=seed)
         captured.fill(case, 0)

@@ -109,12 +109,10 @@ def test_chunks_of_a_captured_pair_leave_the_decodes_alone() -> None:
 
 def test_smaller_captures_share_the_memory_of_larger_ones() -> None:
     backend = make_backend(WIDE)
-    before = backend.workspace_bytes
     large, small = (CapturedCase.make(CaptureShape(size, size, 0), 6, 16) for size in (8, 3))
     plans = [backend.prepare_capture(captured.shape, captured.tables) for captured in (large, small)]
     pages = {plan.sections[0].lists.pages.data_ptr() for plan in plans}
     assert len(pages) == 1
-    assert backend.workspace_bytes == before + 4 * (10 + 8 * 6 + 9 + 10)
 
 
 def test_a_plan_that_differs_from_the_captured_one_is_an_error() -> None:

@@ -67,10 +67,8 @@ def test_captured_decodes_keep_their_addresses() -> None:
     backend, played = make_backend(spec, HOPPER)
     assert backend.captures_decodes
     assert not backend.captures_chunks
-    before = backend.workspace_bytes
     captured = CapturedCase.make(CaptureShape(5, 5, 0), 6, 16)
     plan = backend.prepare_capture(captured.shape, captured.tables)
-    assert backend.workspace_bytes == before + 4 * 5 * 6
     for seed, key_lens in enumerate(([9, 40, 16, 90, 1], [3], [33, 64])):
         count = len(key_lens)
         case = make_case(spec, [1] * count, key_lens, count, dtype=BF16, seed=seed)

@@ -213,4 +213,3 @@ def test_tiles_cover_each_row_once_the_last_of_a_chunk_first(
     given = list(zip(tiles.chunks.tolist(), tiles.first_rows.tolist(), strict=True))
     assert given[: len(expected)] == expected
     assert all(chunk == -1 for chunk, _ in given[len(expected) :])
-    assert tiles.num_bytes == 8 * len(given)

@@ -32,11 +32,6 @@ class PrefillTiles:
         chunks, first_rows = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(2))
         return cls(chunks, first_rows, tile_rows)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory taken."""
-        return 4 * (self.chunks.numel() + self.first_rows.numel())
-
 
 def fill_tiles(tiles: PrefillTiles, cu_query_lens: Tensor, *, group: int, min_query_len: int = 1) -> None:
     """Enqueue the cutting of C chunks: cu_query_lens [C + 1] int32, read on the device.

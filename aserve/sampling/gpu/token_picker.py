@@ -35,12 +35,6 @@ class TokenPicker:
         self._limits = torch.empty_like(self._bests)
         self._candidates = torch.empty((max_rows, limit_kernel.CAPACITY), dtype=torch.float32, device=device)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the work space."""
-        tensors = (self._maxima, self._sums, self._bests, self._limits, self._candidates)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
     def pick_plain(
         self,
         logits: Tensor,
