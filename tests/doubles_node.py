@@ -1,5 +1,6 @@
 """Node, its packages and Chromium for tests: found or installed, else a failure in CI and a named skip elsewhere."""
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -45,17 +46,24 @@ def install_packages() -> Path:
     manifest = (E2E / "package.json").read_bytes()
     folder = cache_folder() / "node" / hashlib.sha256(manifest).hexdigest()[:16]
     marker = folder / ".installed"
-    if not marker.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "package.json").write_bytes(manifest)
-        command = ["npm", "install", "--no-package-lock", "--no-audit", "--no-fund", "--ignore-scripts"]
-        try:
-            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=INSTALL_TIMEOUT_S)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            output = (error.stderr or b"").decode(errors="replace")[-500:]
-            give_up(f"the Node packages could not be installed: {output}")
-        marker.touch()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the same test run ask at the same time
+        if not marker.exists():
+            (folder / "package.json").write_bytes(manifest)
+            install(folder)
+            marker.touch()
     return folder / "node_modules"
+
+
+def install(folder: Path) -> None:
+    """Let npm install what the package.json in ``folder`` names."""
+    command = ["npm", "install", "--no-package-lock", "--no-audit", "--no-fund", "--ignore-scripts"]
+    try:
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=INSTALL_TIMEOUT_S)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        output = (error.stderr or b"").decode(errors="replace")[-500:]
+        give_up(f"the Node packages could not be installed: {output}")
 
 
 def node_environment() -> dict[str, str]:

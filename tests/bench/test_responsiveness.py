@@ -12,6 +12,7 @@ async def measure_gaps(live: Live, long_prompt: int, seed: int) -> dict[str, flo
     return await responsiveness.measure_gaps(live.engine, long_prompt=long_prompt, seed=seed)
 
 
+@pytest.mark.alone
 @in_loop
 async def test_gaps_are_those_of_the_steps() -> None:
     async with live_server(step_time_s=STEP_S) as live:

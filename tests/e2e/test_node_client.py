@@ -82,6 +82,6 @@ async def test_the_node_client_loops_with_tools() -> None:
 
 @in_loop
 async def test_the_node_client_reconnects_when_its_socket_is_too_old() -> None:
-    async with scripted_server(api_key=KEY, max_connection_age_s=0.5) as live:
+    async with scripted_server(api_key=KEY, max_connection_age_s=1.5) as live:
         result = await run_client(live.http_url, "reconnect_client.cjs")
     assert result == {"codes": [1001], "said": ["one", "two"]}

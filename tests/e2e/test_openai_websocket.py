@@ -174,7 +174,7 @@ async def test_the_client_reconnects_after_a_restart_and_after_the_age_limit() -
             connection = await manager.enter()
             await connection.response.create(model=MODEL, input="say one")
             assert (await read_response(connection))[0] == "one"
-        async with live_server(engine, port=port, max_connection_age_s=0.5) as live:
+        async with live_server(engine, port=port, max_connection_age_s=1.5) as live:
             reading = asyncio.create_task(read_all(connection, "two"))
             await asyncio.sleep(0.2)
             await connection.response.create(model=MODEL, input="say two")
@@ -235,7 +235,7 @@ async def test_the_sync_client_reconnects_too() -> None:
                         return texts, codes
         raise AssertionError("the connection ended")
 
-    async with scripted_server(api_key=KEY, max_connection_age_s=0.5) as live:
+    async with scripted_server(api_key=KEY, max_connection_age_s=1.5) as live:
         assert await asyncio.to_thread(converse, live.http_url) == (["one", "two"], [1001])
 
 

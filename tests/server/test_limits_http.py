@@ -271,14 +271,23 @@ async def test_extreme_sampling_fields_disturb_no_neighbour() -> None:
 )
 @in_loop
 async def test_silence_is_filled_with_comments_before_and_between_tokens(path: str, body: bytes, token: bytes) -> None:
+    may_speak = threading.Semaphore(0)
+
+    def script(tokens: Any, position: int) -> int:
+        assert may_speak.acquire(timeout=30)
+        return cheap(tokens, position)
+
     async with (
-        live_server(cheap, step_time_s=0.5, keep_alive_s=0.1) as live,
+        live_server(script, keep_alive_s=0.1) as live,
         raw_post(live, path, {**json.loads(body), "stream": True}) as (reader, _),
     ):
         assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
         for _ in range(3):
-            silence = await asyncio.wait_for(reader.readuntil(token), 10)
-            assert silence.count(b": keep-alive\n\n") >= 2
+            silence = [await reader.readuntil(b": keep-alive\n\n") for _ in range(2)]
+            assert token not in b"".join(silence)
+            may_speak.release()
+            await reader.readuntil(token)
+        may_speak.release(100)
     async with live_server(cheap, step_time_s=0.3, keep_alive_s=0.0) as live:
         assert ": " not in (await live.complete(max_tokens=2, stream=True)).text.replace("data: ", "")
 

@@ -181,12 +181,15 @@ async def test_unknown_fields_and_headers_of_the_protocol_change_nothing(path: s
 @in_loop
 async def test_silence_is_filled_with_pings_after_the_start() -> None:
     body = {"max_tokens": 3, "messages": HI, "stream": True}
+    may_speak = threading.Event()
     async with (
-        live_server(say("one two"), step_time_s=0.5, keep_alive_s=0.1) as live,
+        live_server(once_set(may_speak, say("one two")), keep_alive_s=0.1) as live,
         raw_post(live, "/v1/messages", body) as (reader, _),
     ):
         await reader.readuntil(b"\r\n\r\n")
-        text = (await asyncio.wait_for(reader.readuntil(b"content_block_start"), 10)).decode()
+        text = "".join([(await reader.readuntil(b"event: ping")).decode() for _ in range(2)])
+        may_speak.set()
+        text += (await reader.readuntil(b"content_block_start")).decode()
         lines = [line for line in text.splitlines() if line.startswith(("event: ", "data: "))][:-1]
         events = [read_event("\n".join(pair)) for pair in zip(lines[::2], lines[1::2], strict=True)]
         assert [event["type"] for event in events[:3]] == ["message_start", "ping", "ping"]

@@ -242,7 +242,7 @@ async def deaf_sockets(live: Live, count: int) -> AsyncIterator[list[sockets.soc
 @in_loop
 @pytest.mark.parametrize("ending", ["deadline", "reset"])
 async def test_readers_that_stall_cost_bounded_memory_and_are_cut_off(ending: str) -> None:
-    stall_s = 2.0 if ending == "deadline" else 30.0
+    stall_s = 3.0 if ending == "deadline" else 30.0
     async with (
         scripted_server(lambda tokens, position: 97, step_time_s=0.001, stall_timeout_s=stall_s) as live,
         deaf_sockets(live, 20) as deaf,
