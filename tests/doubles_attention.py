@@ -24,6 +24,10 @@ from aserve.kernels.nvfp4 import NVFP4, BlockScales
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
+MAX_ERRORS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}  # of an output, relative
+MAX_LSE_ERRORS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}  # absolute
+
+
 @dataclass
 class PagedCase:
     """A step's batch, its pool (NaN wherever no sequence has a key) and each sequence's dense keys and values."""
@@ -155,6 +159,22 @@ def dense_attention(case: PagedCase, spec: AttentionSpec) -> tuple[Tensor, Tenso
             lses.append(lse.cpu())
         start += query_len
     return torch.cat(outputs), torch.cat(lses)
+
+
+def check_attention(output: Tensor, lse: Tensor | None, case: PagedCase, spec: AttentionSpec) -> tuple[float, float]:
+    """Hold ``output`` [T, H, D] and natural ``lse`` [T, H] against dense attention; return their largest errors.
+
+    An output counts relative to its token's norm: the more keys there are, the smaller it is, and the less it shows
+    that some are left out.
+    """
+    expected, expected_lse = dense_attention(case, spec)
+    errors = (output.double().cpu() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    error, lse_error = errors.max().item(), 0.0
+    assert error <= MAX_ERRORS[output.dtype], f"an output is off by {error:.2e} of its norm"
+    if lse is not None:
+        lse_error = (lse.double().cpu() - expected_lse).abs().max().item()
+        assert lse_error <= MAX_LSE_ERRORS[output.dtype], f"a log-sum-exp is off by {lse_error:.2e}"
+    return error, lse_error
 
 
 def _attend_densely(

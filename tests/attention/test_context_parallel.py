@@ -21,7 +21,6 @@ from aserve.errors import ConfigError
 SIZES = [1, 2, 4, 8]
 OWN_PAGE_SIZE = 2  # of a rank
 SPEC = make_spec(4, 2, 16)
-EXACT = 1e-5
 CPU = torch.device("cpu")
 
 
@@ -46,7 +45,7 @@ def test_decodes_of_all_lengths_around_the_borders_of_pages(size: int, make_back
     group = OWN_PAGE_SIZE * size
     key_lens = sorted({1, 2, 3, 7, 8, 9, group - 1 or 1, group, group + 1, 5 * group + 3})
     case = make_case(SPEC, [1] * len(key_lens), key_lens, len(key_lens), page_size=group)
-    check(case, SPEC, attend_on_all(case, SPEC, problem_of(case, SPEC, size), size, make_backend), EXACT)
+    check(case, SPEC, attend_on_all(case, SPEC, problem_of(case, SPEC, size), size, make_backend))
 
 
 @pytest.mark.parametrize("make_backend", [make_torch, make_cpu])
@@ -56,13 +55,13 @@ def test_chunks_beside_decodes(size: int, make_backend: Backends) -> None:
     group = OWN_PAGE_SIZE * size
     spans = [(1, 3), (1, 1), (1, 1), (2, 2), (3, 12), (group, group), (group + 1, 2 * group + 5), (9, 9), (1, group)]
     case = make_case(SPEC, [query for query, _ in spans], [key for _, key in spans], 2, page_size=group)
-    check(case, SPEC, attend_on_all(case, SPEC, problem_of(case, SPEC, size), size, make_backend), EXACT)
+    check(case, SPEC, attend_on_all(case, SPEC, problem_of(case, SPEC, size), size, make_backend))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_lone_first_token_has_a_single_rank_with_keys(size: int) -> None:
     case = make_case(SPEC, [1], [1], 0, page_size=OWN_PAGE_SIZE * size)
-    check(case, SPEC, attend_on_all(case, SPEC, problem_of(case, SPEC, size), size, make_torch), EXACT)
+    check(case, SPEC, attend_on_all(case, SPEC, problem_of(case, SPEC, size), size, make_torch))
 
 
 def test_a_pair_of_backends_serves_a_mixed_step() -> None:
@@ -71,13 +70,13 @@ def test_a_pair_of_backends_serves_a_mixed_step() -> None:
     case = make_case(spec, [1, 1, 1, 6], [1, 2, 75, 9], 3, page_size=2 * 16, dtype=torch.bfloat16)
     problem = problem_of(case, spec, 2, max_num_seqs=4)
     # Triton's interpreter complains of NaN even where the result is not used.
-    check(case, spec, attend_on_all(case, spec, problem, 2, make_pair, gap=1e4), tolerance=2e-2)
+    check(case, spec, attend_on_all(case, spec, problem, 2, make_pair, gap=1e4))
 
 
 def test_soft_caps_are_part_of_what_is_merged() -> None:
     spec = make_spec(4, 2, 16, softcap=2.0)
     case = make_case(spec, [1, 6], [9, 14], 1, page_size=2 * OWN_PAGE_SIZE)
-    check(case, spec, attend_on_all(case, spec, problem_of(case, spec, 2), 2, make_torch), EXACT)
+    check(case, spec, attend_on_all(case, spec, problem_of(case, spec, 2), 2, make_torch))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -100,7 +99,7 @@ def test_a_captured_batch_is_replayed_for_other_lengths(size: int) -> None:
         backend.prepare_replay(planned, StepLens(np.array(key_lens, np.int32), np.array([4], np.int32)))
         return planned
 
-    check(case, SPEC, attend_on_all(case, SPEC, problem_of(case, SPEC, size), size, make_torch, plan=plan), EXACT)
+    check(case, SPEC, attend_on_all(case, SPEC, problem_of(case, SPEC, size), size, make_torch, plan=plan))
 
 
 def test_chunks_are_not_captured() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_attention import CapturedCase, PagedCase, dense_attention, make_case, make_spec
+from doubles_attention import MAX_ERRORS, CapturedCase, PagedCase, dense_attention, make_case, make_spec
 from doubles_attention_gpu import CapturedRun, build, check, has_lse, run_eagerly, settings_here
 
 from aserve.attention.base import AttentionSpec, CaptureShape, StepLens
@@ -87,8 +87,9 @@ def test_a_prefix_hit_gives_what_cold_prefill_gives(setting: str) -> None:
     outputs = []
     for case, q in ((cold, cold.q), (hit, cold.q[-64:])):
         backend = build(setting, case, spec)
-        outputs.append(backend.forward(q, cold.layer_kv, backend.plan(case.batch), spec)[0][-64:])
-    torch.testing.assert_close(*outputs, rtol=2e-2, atol=1e-2)
+        outputs.append(backend.forward(q, cold.layer_kv, backend.plan(case.batch), spec)[0][-64:].float().flatten(1))
+    errors = (outputs[1] - outputs[0]).norm(dim=1) / outputs[0].norm(dim=1)
+    assert errors.max().item() <= MAX_ERRORS[BF16]
 
 
 @pytest.mark.parametrize("setting", FI_ONLY)

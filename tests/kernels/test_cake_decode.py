@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_attention import PagedCase, make_case, make_spec
-from doubles_cake import DEVICE, FORMATS, RULES, SINKS, TOLERANCES, check, make_call, run_split
+from doubles_attention import MAX_ERRORS, PagedCase, make_case, make_spec
+from doubles_cake import DEVICE, FORMATS, RULES, SINKS, check, make_call, run_split
 from torch import Tensor
 
 from aserve.attention.base import AttentionSpec
@@ -32,7 +32,7 @@ def run(request: pytest.FixtureRequest) -> Any:
     return RUNS[request.param]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", MAX_ERRORS)
 def test_ragged_lengths_at_the_edges_of_blocks(dtype: torch.dtype, run: Any) -> None:
     spec = make_spec(3, 1, 64)
     case = decodes(spec, [1, 15, 16, 17, 90, 33], dtype=dtype)

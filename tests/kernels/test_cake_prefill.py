@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from doubles_attention import make_spec
-from doubles_cake import CHUNK_LAUNCH, DEVICE, FORMATS, RULES, TOLERANCES, check, chunks, make_call, run_chunks
+from doubles_attention import MAX_ERRORS, make_spec
+from doubles_cake import CHUNK_LAUNCH, DEVICE, FORMATS, RULES, check, chunks, make_call, run_chunks
 from triton.runtime.interpreter import interpreter_builder
 
 from aserve.kernels.cake.attention_call import KVPages, PagedBatch, ScoreRules
@@ -154,7 +154,7 @@ def test_pages_with_heads_before_tokens() -> None:
 
 def test_blocks_of_4_bit_keys_that_would_be_multiplied_wrongly_are_refused() -> None:
     """And those of the plain launch are not among them, in any dtype of queries."""
-    for dtype in TOLERANCES:
+    for dtype in MAX_ERRORS:
         spec = make_spec(4, 2, 64)
         case = chunks(spec, [(9, 40), (1, 17)], dtype=dtype, kv_dtype=FORMATS["nvfp4"])
         call = make_call(case, spec)

@@ -10,6 +10,7 @@ from doubles_models import make_oracle
 from doubles_runner import RandomDriver, Run
 from reference.margins import count_clear
 
+from aserve.attention.cake_backend import CakeBackend
 from aserve.config import EngineConfig
 from aserve.model_files import ModelFiles
 from aserve.request import SamplingParams, TokenLogprobs
@@ -27,7 +28,7 @@ PARAMS = [
     SamplingParams(top_p=0.8, min_p=0.01, frequency_penalty=1.0, logit_bias={5: 3.0}, prompt_logprobs=1),
 ]
 FORBIDDEN_CALLS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaMalloc", "cudaHostAlloc", "cudaFree")
-SPIN_CYCLES = 20_000_000  # some 10 ms
+SPIN_CYCLES = 100_000_000  # some 50 ms
 NUM_OUTPUTS = 12
 CLEAR_MARGIN = 0.4  # between float32's two best logits; transformers in bfloat16 errs by 0.2 at most, 0.07 in the mean
 
@@ -129,12 +130,21 @@ def continuations(oracle: Any) -> list[list[int]]:
     return texts[:, -NUM_OUTPUTS:].tolist()
 
 
-@pytest.mark.parametrize(("backend", "cuda_graphs"), [("fi", True), ("fi", False), ("fi,cake", True)])
+@pytest.mark.parametrize(
+    ("backend", "cuda_graphs"), [("fi", True), ("fi", False), ("fi,cake", True), ("cake", True), ("cake", False)]
+)
 def test_clear_tokens_with_drafts_in_bfloat16(
     files: ModelFiles, oracle: Any, continuations: list[list[int]], backend: str, cuda_graphs: bool
 ) -> None:
     """Greedy rows alone: draws invert sums of probabilities, which bfloat16 moves by enough for some to differ."""
     runner = make_for_drafts(files, dtype="bfloat16", attention_backend=backend, cuda_graphs=cuda_graphs)
+    if backend == "cake":
+        assert isinstance(runner, CudaRunner)
+        served = runner._body._parts.backend
+        assert isinstance(served, CakeBackend)
+        assert served._chunks is not None
+        assert served._chunks._drafts is not None, "drafts are not left to the kernel for prompts"
+        assert {served._chunks._drafts.max_query_len(kind) for kind in served.problem.kinds} == {6}
     outputs = drive(runner, [GREEDY], drafts=continuations)
     assert runner.num_late_compilations == 0 or not cuda_graphs
     runner.close()
@@ -161,7 +171,7 @@ def run_all(runner: ModelRunner, plans: Iterator[StepPlan]) -> list[list[TokenLo
     return [future.result(60).logprobs or [] for future in futures]
 
 
-@pytest.mark.parametrize("backend", ["torch", "fi"])
+@pytest.mark.parametrize("backend", ["torch", "fi", "cake"])
 def test_graphs_equal_eager_steps_for_every_batch_size(files: ModelFiles, backend: str) -> None:
     """After a larger batch has left every buffer dirty; log probabilities, since close tokens may swap."""
     dtype = "float32" if backend == "torch" else "bfloat16"
@@ -190,9 +200,12 @@ def test_graphs_equal_eager_steps_for_every_batch_size(files: ModelFiles, backen
     eager.close()
 
 
-def test_a_slow_device_gives_the_same_tokens(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("backend", "dtype"), [("torch", "float32"), ("fi", "bfloat16"), ("cake", "bfloat16")])
+def test_a_slow_device_gives_the_same_tokens(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch, backend: str, dtype: str
+) -> None:
     """A spinning kernel before each step: every buffer is still unread when the host wants to fill it again."""
-    runner = make(files, dtype="float32", attention_backend="torch")
+    runner = make(files, dtype=dtype, attention_backend=backend)
     assert isinstance(runner, CudaRunner)
     swift = drive(runner, PARAMS)
     enqueue = runner._enqueue
@@ -207,9 +220,10 @@ def test_a_slow_device_gives_the_same_tokens(files: ModelFiles, monkeypatch: pyt
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-def test_steady_steps_neither_wait_nor_allocate(files: ModelFiles) -> None:
+@pytest.mark.parametrize("backend", ["fi", "cake"])
+def test_steady_steps_neither_wait_nor_allocate(files: ModelFiles, backend: str) -> None:
     """A hundred decode steps under the profiler, with torch's own alarm for hidden waits on."""
-    runner = make(files, attention_backend="fi")
+    runner = make(files, attention_backend=backend)
     prompts = [[5 + i, 9, *range(1, 3 + i % 5)] for i in range(24)]
     prefill, *_ = decodes(prompts, GREEDY)
     runner.launch(prefill).result(60)
@@ -247,8 +261,9 @@ def test_steady_steps_neither_wait_nor_allocate(files: ModelFiles) -> None:
     runner.close()
 
 
-def test_nothing_compiles_after_the_start(files: ModelFiles) -> None:
-    runner = make(files, attention_backend="fi")
+@pytest.mark.parametrize("backend", ["fi", "fi,cake", "cake"])
+def test_nothing_compiles_after_the_start(files: ModelFiles, backend: str) -> None:
+    runner = make(files, attention_backend=backend)
     drive(runner, PARAMS)
     assert runner.num_late_compilations == 0
     runner.close()
