@@ -23,8 +23,10 @@ from torch import Tensor
 
 from aserve.attention.base import AttentionKind, AttentionProblem
 from aserve.attention.registry import PAGE_SIZES
+from aserve.bench.perplexity import DEFAULT_TEXT
 from aserve.model_files import ModelFiles
 from aserve.request import RequestOutput, SamplingParams, TokenLogprobs
+from aserve.tokenizer.load import load_tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 NUM_TOP, NUM_TOKENS = 20, 32
@@ -33,6 +35,8 @@ MAX_RATIOS = {"fp8": 16.0, "nvfp4": 64.0}  # keys and values have 4 and 6 bits o
 CLEAR_MARGIN = 0.5  # between float32's two best log probabilities; bfloat16 errs by less than a fifth of that
 MIN_AGREEMENT = 0.99
 MIN_AGREEMENTS = {"fp8": 0.9, "nvfp4": 0.8}
+MAX_COSTS = {"auto": 0.005, "fp8": 0.01, "nvfp4": 0.03}  # of perplexity, beside transformers in bfloat16
+NUM_WINDOWS, WINDOW_LEN = 16, 500  # of a text
 DEMO = AttentionKind(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)
 SIZES: dict[str, Any] = {
     "dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 256, "max_model_len": 512, "num_pages": 1200,
@@ -145,6 +149,35 @@ def test_a_cache_of_few_bits(
     assert rms(theirs.decode) < rms(ours.decode) <= max_ratio * rms(theirs.decode)
     assert ours.agreement >= MIN_AGREEMENTS[kv_cache_dtype]
     assert rms(first_token_changes(cold, warm)) <= max_ratio * rms(theirs.prefill)
+
+
+@pytest.mark.parametrize(
+    ("setting", "kv_cache_dtype"), [("fi", "auto"), ("fi", "fp8"), ("cake", "auto"), ("cake", "fp8"), ("cake", "nvfp4")]
+)
+def test_perplexity_with_a_cache_of_few_bits(
+    setting: str, kv_cache_dtype: str, make_engine: MakeEngine, demo_files: ModelFiles, scores: tuple[Score, Score]
+) -> None:
+    """Of a long text, in windows: each token is predicted from keys and values as they are stored."""
+    token_ids = load_tokenizer(demo_files).encode(DEFAULT_TEXT.read_text(encoding="utf-8"), add_special_tokens=False)
+    windows = [token_ids[place * WINDOW_LEN :][:WINDOW_LEN] for place in range(NUM_WINDOWS)]
+    engine = make_engine(**SIZES, attention_backend=setting, kv_cache_dtype=kv_cache_dtype)
+
+    async def read_windows() -> list[RequestOutput]:
+        async with engine:
+            return await complete_all(engine, windows, SamplingParams(max_tokens=1, prompt_logprobs=1))
+
+    ours: list[float] = []
+    for output in asyncio.run(read_windows()):
+        assert output.prompt_logprobs is not None
+        ours += [answer.logprob for answer in output.prompt_logprobs if answer is not None]
+    _, score_roughly = scores
+    theirs = torch.cat(
+        [score_roughly(one)[:-1].gather(1, torch.tensor(one[1:], device=DEVICE)[:, None]) for one in windows]
+    )
+    assert len(ours) == len(theirs) == NUM_WINDOWS * (WINDOW_LEN - 1)
+    cost = math.exp(theirs.double().mean().item() - sum(ours) / len(ours)) - 1
+    print(f"{setting}, {kv_cache_dtype}: perplexity {cost:+.2%}")
+    assert cost < MAX_COSTS[kv_cache_dtype]
 
 
 async def run_cold_and_warm(engine: Any, prompts: list[list[int]]) -> tuple[list[RequestOutput], list[RequestOutput]]:
