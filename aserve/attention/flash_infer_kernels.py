@@ -23,17 +23,6 @@ CUDA_CORE_GROUPS = (1,)  # heads per KV head that decode without tensor cores; t
 
 
 @dataclass(frozen=True, slots=True)
-class KernelChoice:
-    """What is tried out in benchmarks."""
-
-    cuda_core_groups: tuple[int, ...] = CUDA_CORE_GROUPS
-    enable_pdl: bool = True  # let kernels start before the previous one has ended, on GPUs that can
-
-
-DEFAULT_CHOICE = KernelChoice()
-
-
-@dataclass(frozen=True, slots=True)
 class Workspace:
     """Device memory that a plan divides up: ``floats`` for partial results, ``integers`` for the plan itself."""
 
@@ -216,12 +205,10 @@ def module_arguments(kind: AttentionKind, problem: AttentionProblem) -> tuple[An
     )
 
 
-def load_kernel(
-    phase: Phase, kind: AttentionKind, problem: AttentionProblem, choice: KernelChoice = DEFAULT_CHOICE
-) -> PagedKernel:
+def load_kernel(phase: Phase, kind: AttentionKind, problem: AttentionProblem) -> PagedKernel:
     """Return the kernel that is best for ``phase`` of ``kind``."""
-    enable_pdl = choice.enable_pdl and problem.capability >= (9, 0)
-    if phase == "decode" and kind.num_heads // kind.num_kv_heads in choice.cuda_core_groups:
+    enable_pdl = problem.capability >= (9, 0)  # it starts before the previous one has ended
+    if phase == "decode" and kind.num_heads // kind.num_kv_heads in CUDA_CORE_GROUPS:
         return CudaCoreKernel(kind, problem, enable_pdl=enable_pdl)
     return TensorCoreKernel(kind, problem, enable_pdl=enable_pdl)
 

@@ -18,19 +18,6 @@ def convert_lse(lse: Tensor, source: LseBase, target: LseBase) -> Tensor:
     return lse * math.log(2.0) if source == "2" else lse / math.log(2.0)
 
 
-def merge_partials(
-    output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, *, base: LseBase = "e"
-) -> tuple[Tensor, Tensor]:
-    """Join attention over two disjoint sets of keys into attention over both.
-
-    Outputs [T, H, D], LSEs [T, H] float32, both in ``base``; an LSE of -inf means no keys. The
-    result has ``output_a``'s dtype and its LSE the same base.
-    """
-    lses = convert_lse(torch.stack((lse_a, lse_b)), base, "e")
-    output, lse = merge_stacked(torch.stack((output_a.float(), output_b.float())), lses)
-    return output.to(output_a.dtype), convert_lse(lse, "e", base)
-
-
 def merge_stacked(outputs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Join attention over any number of disjoint sets of keys, always in their order.
 

@@ -1,14 +1,12 @@
 """Closed forms for bases and merges, then a split of real attention."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from doubles_attention import dense_attention, make_case, make_spec, torch_backend
 
-from aserve.attention.base import LseBase
-from aserve.attention.merge import convert_lse, merge_partials, merge_stacked
+from aserve.attention.merge import convert_lse, merge_stacked
 
 
 def test_conversion_of_bases() -> None:
@@ -18,24 +16,20 @@ def test_conversion_of_bases() -> None:
     assert convert_lse(lse, "e", "e") is lse
 
 
-@pytest.mark.parametrize(("base", "log"), [("e", math.log), ("2", math.log2)])
-def test_merge_of_two_sums(base: LseBase, log: Callable[[float], float]) -> None:
-    """Sums 8 and 2 with outputs 1 and -1 give (8 - 2) / 10; the wrong base would give 0.7616 or 0.4466."""
-    output, lse = merge_partials(
-        torch.ones(1, 1, 4), torch.tensor([[log(8)]]), -torch.ones(1, 1, 4), torch.tensor([[log(2)]]), base=base
-    )
+def test_merge_of_two_sums() -> None:
+    """Sums 8 and 2 with outputs 1 and -1 give (8 - 2) / 10."""
+    outputs = torch.stack((torch.ones(1, 1, 4), -torch.ones(1, 1, 4)))
+    output, lse = merge_stacked(outputs, torch.tensor([8.0, 2.0]).log().view(2, 1, 1))
     torch.testing.assert_close(output, torch.full((1, 1, 4), 0.6))
-    assert lse.item() == pytest.approx(log(10))
+    assert lse.item() == pytest.approx(math.log(10))
 
 
 def test_a_side_without_keys_adds_nothing() -> None:
-    some, none = torch.full((1, 1), 1.5), torch.full((1, 1), -math.inf)
-    output, lse = merge_partials(torch.full((1, 1, 2), 3.0), some, torch.full((1, 1, 2), 7.0), none)
-    assert output.tolist() == [[[3.0, 3.0]]]
-    assert lse.item() == 1.5
-    output, lse = merge_partials(torch.ones(1, 1, 2), none, torch.ones(1, 1, 2), none)
-    assert output.tolist() == [[[0.0, 0.0]]]
-    assert lse.item() == -math.inf
+    outputs = torch.tensor([3.0, 7.0]).view(2, 1, 1, 1)
+    output, lse = merge_stacked(outputs, torch.tensor([1.5, -math.inf]).view(2, 1, 1))
+    assert (output.item(), lse.item()) == (3.0, 1.5)
+    output, lse = merge_stacked(outputs, torch.full((2, 1, 1), -math.inf))
+    assert (output.item(), lse.item()) == (0.0, -math.inf)
 
 
 def test_any_number_of_sides_merge_and_what_an_empty_one_holds_does_not_matter() -> None:
@@ -47,20 +41,11 @@ def test_any_number_of_sides_merge_and_what_an_empty_one_holds_does_not_matter()
     assert lse.item() == pytest.approx(math.log(8.0))
 
 
-def test_the_result_keeps_the_outputs_dtype() -> None:
-    lse = torch.zeros(1, 1)
-    output, merged = merge_partials(torch.ones(1, 1, 2).bfloat16(), lse, torch.zeros(1, 1, 2).bfloat16(), lse)
-    assert output.dtype == torch.bfloat16
-    assert merged.dtype == torch.float32
-    assert output[0, 0, 0] == 0.5
-
-
-@pytest.mark.parametrize("base", ["e", "2"])
-def test_3072_and_64_keys_merge_to_all(base: LseBase) -> None:
+def test_3072_and_64_keys_merge_to_all() -> None:
     spec = make_spec(2, 1, 64)
     whole = make_case(spec, [1], [3136], 1)
     backend = torch_backend()
-    parts = []
+    outputs, lses = [], []
     for seen in (slice(0, 3072), slice(3072, 3136)):
         part = make_case(spec, [1], [seen.stop - seen.start], 1)
         pages = part.batch.page_table[0].long()
@@ -68,8 +53,9 @@ def test_3072_and_64_keys_merge_to_all(base: LseBase) -> None:
         part.layer_kv.value[pages] = whole.values[0][seen].view(-1, 16, 1, 64)
         output, lse = backend.forward(whole.q, part.layer_kv, backend.plan(part.batch), spec, return_lse=True)
         assert lse is not None
-        parts += [output, convert_lse(lse, backend.lse_base, base)]
-    output, lse = merge_partials(*parts, base=base)
+        outputs.append(output)
+        lses.append(convert_lse(lse, backend.lse_base, "e"))
+    output, lse = merge_stacked(torch.stack(outputs), torch.stack(lses))
     expected, expected_lse = dense_attention(whole, spec)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(convert_lse(lse, base, "e").double(), expected_lse, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)

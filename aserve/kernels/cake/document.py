@@ -26,7 +26,6 @@ SHORT_NAMES = {
     torch.float32: "fp32",
     torch.float8_e4m3fn: "e4m3",
     NVFP4: "nvfp4",
-    torch.uint8: "4 bits",
 }
 
 
