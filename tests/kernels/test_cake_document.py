@@ -9,6 +9,7 @@ from aserve.kernels.cake.decode_variants import DecodeVariant
 from aserve.kernels.cake.document import fill_tables, format_variants, main
 from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.cake.tables import TABLES
+from aserve.kernels.nvfp4 import NVFP4
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 
@@ -31,9 +32,11 @@ def test_a_row_says_all_that_it_serves() -> None:
         DecodeVariant("a", ((half, half), (half, fp8)), (64, 80), 8, SplitLaunch(32, 4, 3, 2, 1), max_keys=5),
         DecodeVariant("b", ((half, half),), range(1, 9), 1, None, writes_lse=False, max_seqs=4),
         DecodeVariant("c", ((half, half),), (8,), 1, None),
+        DecodeVariant("d", ((half, NVFP4),), range(30, 65), 1, None),
+        DecodeVariant("e", ((half, NVFP4),), (96, 128), 1, None),
     )
     assert format_variants(rows).splitlines() == [
-        "3 rows, 2 of them exact.",
+        "5 rows, 2 of them exact.",
         "",
         "| row | queries on keys | head_dim | heads per KV head | only | launch |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -41,6 +44,8 @@ def test_a_row_says_all_that_it_serves() -> None:
         "num_stages 3, programs_per_sm 2, min_units 1 |",
         "| `b` | fp16 on fp16 | 1 to 8 | up to 1 | 4 sequences a step at most; no log-sum-exp | fixed |",
         "| `c` | fp16 on fp16 | 8 | up to 1 |  | fixed |",
+        "| `d` | fp16 on nvfp4 | 30 to 64 | up to 1 | multiples of 32 on nvfp4 | fixed |",
+        "| `e` | fp16 on nvfp4 | 96, 128 | up to 1 |  | fixed |",
     ]
 
 

@@ -17,7 +17,7 @@ from aserve.kernels.cake.architectures import SHARED_BYTES
 from aserve.kernels.cake.tables import TABLES
 from aserve.kernels.cake.tuned_launches import FOLDER, read_launches
 from aserve.kernels.cake.variant import Launch, Variant
-from aserve.kernels.nvfp4 import NVFP4
+from aserve.kernels.nvfp4 import HEAD_GRAIN, NVFP4
 
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 SHORT_NAMES = {
@@ -89,6 +89,8 @@ def _cells(row: Variant) -> list[str]:
         for count, what in ((row.max_keys, "keys seen"), (row.max_seqs, "sequences a step"))
         if count is not None
     ]
+    if any(kv_dtype == NVFP4 for _, kv_dtype in row.dtypes) and any(size % HEAD_GRAIN for size in sizes):
+        limits.append(f"multiples of {HEAD_GRAIN} on nvfp4")
     if not row.writes_lse:
         limits.append("no log-sum-exp")
     return [pairs, head_dims, f"up to {row.max_group}", "; ".join(limits), _describe_launch(row.launch)]
