@@ -10,7 +10,7 @@ from doubles_cake import DEVICE, FORMATS, RULES, SINKS, check, make_call, run_sp
 from torch import Tensor
 
 from aserve.attention.base import AttentionSpec
-from aserve.kernels.cake.attention_call import AttentionCall, KVPages
+from aserve.kernels.cake.attention_call import AttentionCall, KVPages, ScoreRules
 from aserve.kernels.cake.plain_decode import run_plain_decode
 from aserve.kernels.nvfp4 import NVFP4, BlockScales
 
@@ -167,7 +167,8 @@ def test_what_no_kernel_serves_is_refused_by_name() -> None:
         ({"q": call.q.transpose(1, 2).contiguous().transpose(1, 2)}, "q: heads of a token"),
         ({"q": call.q[:, :3].contiguous(), "out": call.out[:, :3].contiguous(), "lse": None}, "q: 3 heads"),
         ({"out": call.out.half()}, "out: "),
-        ({"lse": torch.zeros(2, 3)}, "lse: "),
+        ({"lse": torch.zeros(2, 3)}, "lse: must be contiguous float32 [2, 4]"),
+        ({"lse": torch.zeros(2, 4, dtype=torch.float16)}, "lse: must be contiguous float32 [2, 4]"),
         ({"pages": KVPages(pages.keys, pages.values.half())}, "values: "),
         ({"pages": KVPages(pages.keys[..., :32], pages.values[..., :32])}, "keys: "),
         ({"pages": KVPages(pages.keys, pages.values, HEAD_SCALES[0])}, "value_scale: must be one for each head"),
@@ -179,6 +180,14 @@ def test_what_no_kernel_serves_is_refused_by_name() -> None:
         ({"batch": dataclasses.replace(batch, page_size=8)}, "keys: must be pages of "),
         ({"batch": dataclasses.replace(batch, rows=batch.rows[:1])}, "rows, key_lens: "),
         ({"batch": dataclasses.replace(batch, page_table=batch.page_table.T)}, "page_table: "),
+        ({"rules": ScoreRules(1.0, window=0)}, "window: must be 1 or more, the query's own key, not 0"),
+        ({"rules": ScoreRules(1.0, softcap=0.0)}, "softcap: must be positive, not 0.0"),
+        ({"rules": ScoreRules(1.0, sinks=torch.zeros(3))}, "sinks: must be contiguous float32 [4]"),
+        (
+            {"rules": ScoreRules(1.0, sinks=torch.zeros(4, dtype=torch.bfloat16))},
+            "sinks: must be contiguous float32 [4]",
+        ),
+        ({"rules": ScoreRules(1.0, sinks=torch.zeros(8)[::2])}, "sinks: must be contiguous float32 [4]"),
     ]
     for change, words in changes:
         with pytest.raises(ValueError, match=words.replace("[", r"\[")):

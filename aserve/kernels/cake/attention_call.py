@@ -96,8 +96,8 @@ class AttentionCall:
             raise ValueError(f"q: heads of a token must be dense, not of strides {self.q.stride()[1:]}")
         if self.out.shape != self.q.shape or not self.out.is_contiguous() or self.out.dtype != self.q.dtype:
             raise ValueError(f"out: must be contiguous, {tuple(self.q.shape)} in {self.q.dtype}, as q is")
-        if self.lse is not None and not (self.lse.shape == self.q.shape[:2] and self.lse.is_contiguous()):
-            raise ValueError(f"lse: must be contiguous, [{num_tokens}, {num_heads}]")
+        if self.lse is not None and not _is_float32(self.lse, (num_tokens, num_heads)):
+            raise ValueError(f"lse: must be contiguous float32 [{num_tokens}, {num_heads}]")
         if keys.shape != values.shape or keys.stride() != values.stride() or keys.dtype != values.dtype:
             raise ValueError("values: must be of the shape, strides and dtype of keys")
         width = head_dim if self.pages.block_scales is None else head_dim // 2
@@ -107,7 +107,7 @@ class AttentionCall:
         for scale in (self.pages.key_scale, self.pages.value_scale):
             if isinstance(scale, Tensor) != self.has_head_scales:
                 raise ValueError("value_scale: must be one for each head where key_scale is")
-            if isinstance(scale, Tensor) and not (scale.shape == keys.shape[2:3] and scale.dtype == torch.float32):
+            if isinstance(scale, Tensor) and not _is_float32(scale, keys.shape[2:3]):
                 raise ValueError(f"key_scale, value_scale: must be numbers or float32 [{keys.shape[2]}]")
         if num_heads % keys.shape[2]:
             raise ValueError(f"q: {num_heads} heads are no multiple of {keys.shape[2]} KV heads")
@@ -121,6 +121,16 @@ class AttentionCall:
             raise ValueError(f"rows, key_lens: must be of {num_seqs} sequences, as {source} is")
         if self.batch.page_table.stride(1) != 1:
             raise ValueError("page_table: entries of a row must be dense")
+        self._check_rules()
+
+    def _check_rules(self) -> None:
+        window, softcap, sinks, num_heads = self.rules.window, self.rules.softcap, self.rules.sinks, self.q.shape[1]
+        if window is not None and window < 1:
+            raise ValueError(f"window: must be 1 or more, the query's own key, not {window}")
+        if softcap is not None and softcap <= 0:
+            raise ValueError(f"softcap: must be positive, not {softcap}")
+        if sinks is not None and not _is_float32(sinks, (num_heads,)):
+            raise ValueError(f"sinks: must be contiguous float32 [{num_heads}], one for each head")
 
     def _check_blocks(self) -> None:
         if self.pages.block_scales is None:
@@ -166,3 +176,8 @@ class AttentionCall:
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.q.shape[1] // self.num_kv_heads
+
+
+def _is_float32(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether kernels may read ``tensor`` as float32 of ``shape`` that lie one after another."""
+    return tensor.shape == shape and tensor.dtype == torch.float32 and tensor.is_contiguous()
