@@ -115,7 +115,7 @@ class CakeBackend(AttentionBackend):
         if plan.decodes is not None and self._decodes is not None:
             names.append(self._decodes.kernel_name(plan.decodes, spec.kind))
         if plan.chunks is not None and self._chunks is not None:
-            names.append(self._chunks.kernel_name(spec.kind))
+            names.append(self._chunks.kernel_name(plan.chunks, spec.kind))
         return ", ".join(names)
 
     @property

@@ -68,9 +68,12 @@ class CakeChunks:
         if plan.drafts is not None and self._drafts is not None and kind in plan.drafts.variants:
             self._drafts.attend(call, plan.drafts, kind)
 
-    def kernel_name(self, kind: AttentionKind) -> str:
-        """Return the name of the row that serves layers of ``kind``."""
-        return self._variants[kind].name
+    def kernel_name(self, plan: ChunkPlan, kind: AttentionKind) -> str:
+        """Return the name of the row that serves layers of ``kind``, behind that of one that verifies their drafts."""
+        name = self._variants[kind].name
+        if plan.drafts is None or self._drafts is None or kind not in plan.drafts.variants:
+            return name
+        return f"{self._drafts.kernel_name(plan.drafts, kind)}, {name}"
 
     def _tile_size(self, kind: AttentionKind) -> TileSize:
         min_query_len = 1 if self._drafts is None else self._drafts.max_query_len(kind) + 1

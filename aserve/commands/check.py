@@ -92,6 +92,8 @@ def _format_model(model: dict[str, Any]) -> list[str]:
         window = f", window {layer['window']}" if layer["window"] else ""
         lines.append(f"  {layer['heads']}{window}, {layer['kv_dtype']} keys with {layer['dtype']} queries")
         lines.append(f"    prefill: {layer['prefill']['summary']}")
+        if layer["drafts"]:
+            lines.append(f"    drafts: {layer['drafts']['summary']}")
         lines += [f"    decode: {step['summary']}" for step in layer["decode"]]
     return lines if model["cake_layers"] else [*lines, "  none: torch finds no CUDA device; --gpu names one"]
 

@@ -6,10 +6,17 @@ import torch
 
 from aserve.attention.base import AttentionKind, AttentionProblem, dtype_name
 from aserve.attention.cake_blackwell import refuse_flash_infer_cake
-from aserve.attention.cake_choice import StepChoice, choose_decodes, choose_prefill, describe_choice
+from aserve.attention.cake_choice import (
+    StepChoice,
+    choose_decodes,
+    choose_prefill,
+    choose_several,
+    describe_choice,
+    num_draft_queries,
+)
 from aserve.attention.registry import check_variants, refusals_for
 from aserve.config import EngineConfig
-from aserve.kernels.cake.select_variant import refuse_gpu
+from aserve.kernels.cake.select_variant import Choice, V, refuse_gpu
 from aserve.kernels.cake.tables import TABLES
 from aserve.kernels.cake.tuned_launches import tune_rows
 from aserve.kernels.operators import Operators
@@ -36,7 +43,8 @@ def list_variants(gpu: Gpu | None) -> dict[str, str | None]:
 def model_report(config: EngineConfig, gpu: Gpu | None) -> Report:
     """Say how each kind of a model's layers would be served; no weights are read.
 
-    ``flash_infer_cake`` is why FlashInfer's own cake kernels do not serve the decodes, None if they do.
+    ``flash_infer_cake`` is why FlashInfer's own cake kernels do not serve the decodes, None if they do. Without
+    speculation the ``drafts`` of layers are None; those that no variant verifies are left to prefill.
 
     Raises ConfigError for a model that is not there or not known, and for variants of unknown names.
     """
@@ -59,27 +67,32 @@ def _layer_report(problem: AttentionProblem, kind: AttentionKind) -> Report:
         "dtype": dtype_name(problem.dtype),
         "kv_dtype": dtype_name(problem.kv_dtype),
         "prefill": _prefill_report(problem, kind),
+        "drafts": _drafts_report(problem, kind) if problem.max_drafts else None,
         "decode": [_step_report(step, kind) for step in choose_decodes(problem, kind)],
+    }
+
+
+def _choice_report(choice: Choice[V], summary: str) -> Report:
+    return {
+        "variant": None if choice.variant is None else choice.variant.name,
+        "refused": choice.refusals,
+        "summary": summary,
     }
 
 
 def _prefill_report(problem: AttentionProblem, kind: AttentionKind) -> Report:
     choice = choose_prefill(problem, kind)
-    return {
-        "variant": None if choice.variant is None else choice.variant.name,
-        "refused": choice.refusals,
-        "summary": describe_choice(choice, f"head_dim {kind.head_dim}"),
-    }
+    return _choice_report(choice, describe_choice(choice, f"head_dim {kind.head_dim}"))
+
+
+def _drafts_report(problem: AttentionProblem, kind: AttentionKind) -> Report:
+    choice, max_queries = choose_several(problem, kind), num_draft_queries(problem)
+    summary = describe_choice(choice, f"head_dim {kind.head_dim}, up to {max_queries} queries of a sequence")
+    return {"max_queries": max_queries, **_choice_report(choice, summary)}
 
 
 def _step_report(step: StepChoice, kind: AttentionKind) -> Report:
-    variant = step.choice.variant
-    return {
-        "max_seqs": step.max_seqs,
-        "variant": None if variant is None else variant.name,
-        "refused": step.choice.refusals,
-        "summary": step.describe(kind),
-    }
+    return {"max_seqs": step.max_seqs, **_choice_report(step.choice, step.describe(kind))}
 
 
 def _describe(config: EngineConfig, files: ModelFiles, gpu: Gpu | None) -> AttentionProblem:

@@ -240,6 +240,7 @@ def test_chunks_that_verify_drafts_are_computed_with_their_keys_split() -> None:
     assert plan.chunks is not None
     assert plan.chunks.drafts is not None
     assert [schedule.max_queries for schedule in plan.chunks.drafts.schedules.values()] == [4]
+    assert backend.kernel_name(plan, spec).split(", ")[1:] == ["several-16-d64", "prefill-16-d64"]
     for seed, (decode_lens, chunk_lens) in enumerate(DRAFT_STEPS):
         case = mixed(spec, decode_lens, chunk_lens, seed=seed)
         backend.prepare_replay(plan, captured.fill(case, dummy_page=int(case.batch.page_table[0, 0])))

@@ -68,6 +68,20 @@ def test_what_serves_a_model_and_why_the_faster_do_not(capsys: pytest.CaptureFix
     assert step["refused"]["decode-16-d128"] == "it does not read float8_e4m3fn with queries in bfloat16"
 
 
+def test_what_verifies_drafts_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    guesses = ["--speculation", "ngram", "--num-speculative-tokens", "3"]
+    assert main(["check", *MODEL, "--gpu", "9.0", *guesses, "--json"]) == 0
+    (layer,) = json.loads(capsys.readouterr().out)["model"]["cake_layers"]
+    assert (layer["drafts"]["variant"], layer["drafts"]["max_queries"]) == ("several-16-d128", 4)
+    assert layer["drafts"]["refused"] == {"several-16-d64": "it knows head_dim 64, not 128"}
+    assert main(["check", *MODEL, "--gpu", "9.0", *guesses]) == 0
+    told = "    drafts: several-16-d128 for head_dim 128, up to 4 queries of a sequence (several-16-d64: it knows head"
+    assert told in capsys.readouterr().out
+    assert main(["check", *MODEL, "--gpu", "9.0", "--json"]) == 0
+    (layer,) = json.loads(capsys.readouterr().out)["model"]["cake_layers"]
+    assert layer["drafts"] is None, "without speculation there are none"
+
+
 def test_the_table_shows_pinned_variants(capsys: pytest.CaptureFixture[str]) -> None:
     pinned = ["--attention-backend", "fa,cake", "--cake-variants", "decode-plain"]
     assert main(["check", *MODEL, "--gpu", "9.0", *pinned, "--max-num-seqs", "8"]) == 0
