@@ -8,12 +8,14 @@ import struct
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from doubles_engine import until
 from doubles_responses import plain
 from doubles_socket import (
+    LIMITS,
     TERMINAL,
     Live,
     in_loop,
@@ -243,15 +245,16 @@ async def deaf_sockets(live: Live, count: int) -> AsyncIterator[list[sockets.soc
 @pytest.mark.parametrize("ending", ["deadline", "reset"])
 async def test_readers_that_stall_cost_bounded_memory_and_are_cut_off(ending: str) -> None:
     stall_s = 3.0 if ending == "deadline" else 30.0
+    limits = replace(LIMITS, num_pages=21 * LIMITS.max_model_len // LIMITS.page_size)  # none has to wait for another
     async with (
-        scripted_server(lambda tokens, position: 97, step_time_s=0.001, stall_timeout_s=stall_s) as live,
+        scripted_server(lambda tokens, position: 97, step_time_s=0.001, stall_timeout_s=stall_s, limits=limits) as live,
         deaf_sockets(live, 20) as deaf,
     ):
         async with live.connect() as reader:
             await send(reader, input="count", max_output_tokens=500)
             assert len(text_of(await receive_until(reader, *TERMINAL))) == 500  # nobody waits for the deaf
         assert live.engine.stats().num_open == 20
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while any(protocol.is_writable for protocol in live.protocols):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         for protocol in live.protocols:
