@@ -7,9 +7,12 @@ import pytest
 from doubles_hopper import compile_by
 
 from aserve.kernels.cake.architectures import SHARED_BYTES
-from aserve.kernels.cake.decode_variants import DECODE_VARIANTS
+from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, SEVERAL_VARIANTS
+from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS
 from aserve.kernels.nvfp4 import element_bytes
 
+CHUNKS_SCRIPT = Path(__file__).with_name("hopper_compile_cake_prefill.py")
+GPUS = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 SHARED_BYTES_OF_AN_SM = 227 << 10  # of compute capability 9.0, by NVIDIA's programming guide
 RESERVED_BYTES = 1 << 10  # for each thread block
 
@@ -77,13 +80,39 @@ def test_all_fits_in_registers_and_in_the_shared_memory_that_the_launch_admits(r
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("capability", GPUS)
 def test_no_row_that_is_admitted_on_a_gpu_takes_more_than_it_has(capability: tuple[int, int], tmp_path: Path) -> None:
     """At both ends of its groups."""
     reports = compile_by(Path(__file__).with_name("hopper_compile_cake.py"), tmp_path, *map(str, capability))
     assert len({report["variant"] for report in reports}) >= 6
+    check_bounds(reports, capability)
+
+
+def check_bounds(reports: list[dict[str, Any]], capability: tuple[int, int]) -> None:
     for report in reports:
         assert report["shared_bytes"] <= report["bound"] <= SHARED_BYTES[capability], report
+
+
+def check_chunks(capability: tuple[int, int], cache: Path, names: list[str]) -> None:
+    reports = compile_by(CHUNKS_SCRIPT, cache, ".".join(map(str, capability)), *names)
+    assert {report["kernel"] for report in reports} >= {"paged_prefill"}
+    check_bounds(reports, capability)
+
+
+def test_a_row_for_chunks_takes_no_more_than_admitted_on_a_gpu_that_keeps_more_of_it_in_shared_memory(
+    tmp_path: Path,
+) -> None:
+    check_chunks((10, 0), tmp_path, ["prefill-4-d64"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("end", ["", "+"])
+@pytest.mark.parametrize("capability", [gpu for gpu in GPUS if gpu != (9, 0)])
+def test_no_row_for_chunks_that_is_admitted_on_a_gpu_takes_more_than_it_has(
+    capability: tuple[int, int], end: str, tmp_path: Path
+) -> None:
+    """Those of Hopper stand in test_cake_prefill_compilation.py."""
+    check_chunks(capability, tmp_path, [f"{row.name}{end}" for row in (*PREFILL_VARIANTS, *SEVERAL_VARIANTS)])
 
 
 def test_as_many_programs_run_at_once_as_are_launched(reports: list[dict[str, Any]]) -> None:

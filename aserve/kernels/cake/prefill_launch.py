@@ -7,6 +7,8 @@ import torch
 from aserve.kernels.cake.variant import Launch, least_block_len, row_width
 from aserve.kernels.nvfp4 import element_bytes
 
+OTHER_BYTES = 1 << 10  # for what warps tell each other: barriers, and parts of sums and maxima
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillLaunch(Launch):
@@ -18,12 +20,13 @@ class PrefillLaunch(Launch):
     num_stages: int
 
     def shared_bytes(self, head_dim: int, group: int, kv_bytes: float) -> int:
-        """Return the shared memory that a program takes at most, with queries in 16 bits."""
+        """Return the shared memory that a program takes at most on any GPU, with queries in 16 bits."""
         queries, block = 2 * self.tile_rows * row_width(head_dim), self.block_len * row_width(head_dim)
         if kv_bytes == 2:
-            return queries + self.num_stages * 4 * block
+            return queries + self.num_stages * 4 * block + OTHER_BYTES
         copies = int(max(self.num_stages - 1, 1) * 2 * kv_bytes * block)
-        return queries + copies + 2 * block  # as factors, once converted
+        factors = 4 * block  # keys and values, once converted, which only on Hopper take turns
+        return queries + copies + factors + OTHER_BYTES
 
 
 def plain_launch(dtype: torch.dtype, kv_dtype: torch.dtype) -> PrefillLaunch:
