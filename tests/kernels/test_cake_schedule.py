@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from aserve.kernels.cake.attention_call import PagedBatch
-from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
+from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule, is_cut
 from aserve.kernels.cake.split_launch import MIN_UNITS, SplitLaunch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,3 +46,18 @@ def test_shares_are_equal_and_begin_in_the_right_sequence(
     assert unit == len(owners)
     assert schedule.first_seqs.tolist()[:num_active] == first_seqs
     assert schedule.num_bytes == 4 * (len(key_lens) + 1 + num_programs)
+
+
+@pytest.mark.parametrize("max_queries", [1, 4])
+@pytest.mark.parametrize("window", [None, 1, 13, 14, 16, 17, 40])
+def test_pairs_of_one_block_need_no_merge(window: int | None, max_queries: int) -> None:
+    """By the most blocks that the schedule gives a sequence of any length and number of queries."""
+    sizes = [(queries, keys) for queries in range(1, max_queries + 1) for keys in range(queries, 60)]
+    query_lens, key_lens = torch.tensor(sizes, dtype=torch.int32, device=DEVICE).T
+    starts = torch.nn.functional.pad(query_lens.cumsum(0, dtype=torch.int32), (1, 0)) if max_queries > 1 else None
+    schedule = DecodeSchedule.allocate(len(sizes), 3, torch.device(DEVICE), max_queries)
+    batch = PagedBatch(key_lens[None], torch.zeros_like(key_lens), key_lens.contiguous(), 16, starts)
+    launch = SplitLaunch(16, num_warps=4, num_stages=2, programs_per_sm=1)
+    fill_schedule(schedule, batch, launch, window=window, num_kv_heads=1)
+    most_blocks = int(schedule.starts.diff().max()) - 2
+    assert is_cut(window, max_queries, 16) == (most_blocks > 1)

@@ -9,8 +9,9 @@ import torch
 
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, SEVERAL_VARIANTS, DecodeVariant
 from aserve.kernels.cake.prefill_variants import PREFILL_VARIANTS
-from aserve.kernels.cake.select_variant import UNBOUNDED, VariantProblem, refuse_variant, select_variant
+from aserve.kernels.cake.select_variant import VariantProblem, refuse_variant, select_variant
 from aserve.kernels.cake.tables import variant_names
+from aserve.kernels.cake.variant import UNBOUNDED
 from aserve.kernels.nvfp4 import NVFP4
 
 HALF, BF16, FP32, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn

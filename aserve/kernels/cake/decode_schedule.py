@@ -15,8 +15,8 @@ from torch import Tensor
 
 from aserve.kernels.cake.attention_call import PagedBatch
 from aserve.kernels.cake.split_launch import SplitLaunch
+from aserve.kernels.cake.variant import UNBOUNDED
 
-UNBOUNDED = 2**31 - 1  # a window that no sequence fills
 SEQ_BLOCK = 256  # sequences whose blocks are summed at once
 PROGRAM_BLOCK = 16  # programs whose first sequence is looked for at once
 START_UNITS = tl.constexpr(2)  # what the start of a pair costs, in blocks: its queries, an empty pipeline, its output
@@ -70,6 +70,11 @@ def fill_schedule(
         SEQ_BLOCK=SEQ_BLOCK,
         PROGRAM_BLOCK=PROGRAM_BLOCK,
     )
+
+
+def is_cut(window: int | None, max_queries: int, block_len: int) -> bool:
+    """Whether borders of programs may cut pairs: what all of a sequence's queries see may take more than one block."""
+    return window is None or window + max_queries - 1 > block_len
 
 
 @triton.jit

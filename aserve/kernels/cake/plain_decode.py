@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from aserve.kernels.cake.attention_call import AttentionCall
-from aserve.kernels.cake.decode_schedule import UNBOUNDED
 from aserve.kernels.cake.kv_blocks import find_channels, find_offsets, load_block, load_scale
 from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
+from aserve.kernels.cake.variant import UNBOUNDED
 
 BLOCK_LEN = 32
 

@@ -7,11 +7,10 @@ from typing import Generic, TypeVar
 import torch
 
 from aserve.kernels.cake.architectures import SHARED_BYTES, refuse_architecture
-from aserve.kernels.cake.variant import Variant
+from aserve.kernels.cake.variant import UNBOUNDED, Variant
 from aserve.kernels.nvfp4 import HEAD_GRAIN, NVFP4, element_bytes
 
 FP8_CAPABILITY = (8, 9)  # the least that converts e4m3, in which nvfp4 has its scales
-UNBOUNDED = 2**31 - 1
 
 
 V = TypeVar("V", bound=Variant)

@@ -7,6 +7,7 @@ import torch
 
 from aserve.kernels.cake.attention_call import AttentionCall
 
+UNBOUNDED = 2**31 - 1  # keys or sequences: more than there are
 MIN_WIDTH = 16  # elements of a head that a matrix product has at least
 
 
