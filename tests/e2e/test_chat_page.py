@@ -1,6 +1,7 @@
 """The chat page in headless Chromium, against a live server with a scripted engine."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,24 +56,25 @@ async def sent(page: Page) -> list[dict[str, Any]]:
 
 @in_loop
 async def test_text_grows_while_it_streams_and_the_speed_is_shown(browser: Browser) -> None:
-    spoken = "a long answer " * 20
+    spoken = "a long answer " * 40
     async with scripted_server(step_time_s=0.005) as live, browser.page() as page:
         await open_chat(page, live)
         assert await page("textContent", "#model") == "scripted"
+        times = [time.monotonic()]
         await say(page, f"say {spoken}.")
-        seen = ""
-        for _ in range(3):
-            await page.wait_for(f"(document.querySelector('.assistant .body')?.textContent.length ?? 0) > {len(seen)}")
-            seen = await answer(page)
-            assert len(seen) < len(spoken)
+        for length in (0, len(spoken) // 4, 3 * len(spoken) // 4):
+            await page.wait_for(f"(document.querySelector('.assistant .body')?.textContent.length ?? 0) > {length}")
+            times.append(time.monotonic())
+            assert len(await answer(page)) < len(spoken)
         await page.wait_for(IDLE)
+        times.append(time.monotonic())
         assert await answer(page) == f"{spoken}."
         stats = await page("textContent", ".stats")
         assert "tokens/s" in stats
         assert "first token" in stats
         assert f"{len(spoken) + 2} tokens" in stats  # one a letter, and the one that ended it
-        speed = float(stats.split()[0])
-        assert 20 < speed < 210  # a step takes 5 ms
+        speed, num_behind_first = float(stats.split()[0]), len(spoken) + 1
+        assert num_behind_first / (times[-1] - times[0]) - 0.1 < speed < num_behind_first / (times[-2] - times[1]) + 0.1
         assert await page("problems") == []
 
 

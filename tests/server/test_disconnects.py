@@ -64,7 +64,7 @@ async def test_a_queued_request_ends_when_its_client_leaves(stream: bool) -> Non
 @pytest.mark.parametrize("stream", [False, True])
 @in_loop
 async def test_a_request_in_the_middle_of_its_prompt_ends_when_its_client_leaves(stream: bool) -> None:
-    async with live_server(step_time_s=0.05) as live:
+    async with live_server(step_time_s=0.1) as live:
         prompt = [5] * 8000  # sixteen steps
         async with raw_post(live, "/v1/completions", {"prompt": prompt, "stream": stream}):
             await until(lambda: live.runner.num_launched > 2)
