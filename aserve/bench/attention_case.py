@@ -16,7 +16,8 @@ from aserve.attention.base import (
     LayerKV,
     Phase,
 )
-from aserve.kernels.nvfp4 import NVFP4, BlockScales, dequantise, element_bytes, quantise
+from aserve.kernels.cake.case_pages import draw_pages
+from aserve.kernels.nvfp4 import BlockScales, dequantise, element_bytes
 
 SHAPE = re.compile(r"(\d+)x(\d+)(?:\.\.(\d+))?(?:\+(\d+))?")
 MAX_SCORES = 1 << 26  # float32 scores held at once by the reference: 256 MiB
@@ -202,9 +203,6 @@ def make_case(setup: AttentionSetup, shape: StepShape) -> AttentionCase:
     width = -(-shape.max_key_len // setup.page_size)
     num_pages = shape.batch * width
 
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device=setup.device).to(setup.dtype)
-
     pages = torch.randperm(num_pages, generator=generator, device=setup.device).to(torch.int32)
     pool_size = (num_pages, setup.page_size, setup.num_kv_heads, setup.head_dim)
     lens = {"query": [shape.query_len] * shape.batch, "key": shape.key_lens}
@@ -222,13 +220,7 @@ def make_case(setup: AttentionSetup, shape: StepShape) -> AttentionCase:
         page_size=setup.page_size,
         cu_key_lens=starts["key"] if shape.cached_len else starts["query"],
     )
-    queries = draw(shape.num_tokens, setup.num_heads, setup.head_dim)
-    return AttentionCase(setup, batch, queries, _fill(draw(*pool_size), draw(*pool_size), setup.kv_dtype))
-
-
-def _fill(keys: Tensor, values: Tensor, kv_dtype: torch.dtype) -> LayerKV:
-    """Return pages [pages, page_size, K, D] in ``kv_dtype``."""
-    if kv_dtype != NVFP4:
-        return LayerKV(keys.to(kv_dtype), values.to(kv_dtype))
-    (packed_keys, key_blocks), (packed_values, value_blocks) = quantise(keys, 1.0), quantise(values, 1.0)
-    return LayerKV(packed_keys, packed_values, block_scales=BlockScales(key_blocks, value_blocks))
+    query_size = (shape.num_tokens, setup.num_heads, setup.head_dim)
+    queries = torch.randn(query_size, generator=generator, device=setup.device).to(setup.dtype)
+    drawn = draw_pages(pool_size, setup.kv_dtype, generator)
+    return AttentionCase(setup, batch, queries, LayerKV(drawn.keys, drawn.values, block_scales=drawn.block_scales))

@@ -10,8 +10,9 @@ import torch
 
 from aserve.kernels.cake import decode_candidates, decode_case, prefill_candidates, prefill_case, tune
 from aserve.kernels.cake.architectures import SHARED_BYTES
+from aserve.kernels.cake.case_pages import GROUP
 from aserve.kernels.cake.decode_candidates import RESERVED_BYTES, candidates, step_sizes
-from aserve.kernels.cake.decode_case import GROUP, DecodeCase, StepSize
+from aserve.kernels.cake.decode_case import DecodeCase, StepSize
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, SEVERAL_VARIANTS, DecodeVariant
 from aserve.kernels.cake.prefill_case import ChunkSize
 from aserve.kernels.cake.prefill_launch import PrefillLaunch, plain_launch

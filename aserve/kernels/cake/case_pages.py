@@ -1,11 +1,16 @@
-"""Random pages to measure kernels with."""
+"""What the steps that launches are timed by have in common: sizes, random pages, and how far results may be off."""
 
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from aserve.kernels.cake.attention_call import KVPages
 from aserve.kernels.nvfp4 import NVFP4, BlockScales, quantise
+
+NUM_KV_HEADS, GROUP, PAGE_SIZE = 8, 4, 16
+MAX_REL_ERROR = 2e-2
+SEED = 0
 
 
 def draw_pages(shape: tuple[int, int, int, int], kv_dtype: torch.dtype, generator: torch.Generator) -> KVPages:
@@ -22,3 +27,10 @@ def copy_pages(pages: KVPages) -> KVPages:
     blocks = pages.block_scales
     copied = None if blocks is None else BlockScales(blocks.key.clone(), blocks.value.clone())
     return replace(pages, keys=pages.keys.clone(), values=pages.values.clone(), block_scales=copied)
+
+
+def check_output(output: Tensor, expected: Tensor) -> None:
+    """Raise ArithmeticError if ``output``, relative to all of it, is off by more than rounding explains."""
+    error = ((output.float() - expected.float()).norm() / expected.float().norm()).item()
+    if not error <= MAX_REL_ERROR:
+        raise ArithmeticError(f"the result is off by {error:.2g}")

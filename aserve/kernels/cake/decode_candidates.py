@@ -4,7 +4,8 @@ from dataclasses import replace
 from itertools import product
 
 from aserve.kernels.cake.architectures import SHARED_BYTES
-from aserve.kernels.cake.decode_case import GROUP, StepSize
+from aserve.kernels.cake.case_pages import GROUP
+from aserve.kernels.cake.decode_case import StepSize
 from aserve.kernels.cake.decode_variants import DecodeVariant
 from aserve.kernels.cake.split_launch import REGISTERS, SplitLaunch
 from aserve.kernels.nvfp4 import element_bytes

@@ -3,7 +3,8 @@
 from itertools import product
 
 from aserve.kernels.cake.architectures import SHARED_BYTES
-from aserve.kernels.cake.prefill_case import GROUP, ChunkSize
+from aserve.kernels.cake.case_pages import GROUP
+from aserve.kernels.cake.prefill_case import ChunkSize
 from aserve.kernels.cake.prefill_launch import PrefillLaunch
 from aserve.kernels.cake.prefill_variants import PrefillVariant
 from aserve.kernels.cake.variant import least_block_len, row_width
