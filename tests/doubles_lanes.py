@@ -126,7 +126,7 @@ class RandomClient:
         if sum(len(one.asked) for one in self.lanes.values()) >= MAX_ASKED:
             return None
         text = self._new_text() if dice.random() < 0.8 else None
-        if text is not None and dice.random() < 0.2:
+        if text is not None and dice.random() < 0.5:
             text = f'{CALL_START}{{"a": "{text}"}}{CALL_END}'
         fields: dict[str, Any] = {"store": dice.random() < 0.5, "resumable": dice.random() < 0.2, "tools": TOOLS}
         source = lane if dice.random() < 0.7 else self.lanes[dice.choice(list(self.lanes))]
