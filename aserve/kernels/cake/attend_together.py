@@ -35,10 +35,12 @@ def attend_together(
     QUERIES: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
     FACTOR: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """Go through ``count`` blocks from key ``first`` on; return the softmax's state for queries [R, WIDTH].
 
-    These are a row's greatest score and denominator, [R] each, and its output [R, WIDTH], not yet divided.
+    These are a row's greatest score and denominator, [R] each, and its output [R, WIDTH], not yet divided. WARPS is for
+    ``attend_apart``, which takes this one's place.
     """
     ROWS: tl.constexpr = queries.shape[0]
     greatest = tl.full([ROWS], float("-inf"), tl.float32)

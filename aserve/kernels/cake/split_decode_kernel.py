@@ -90,6 +90,7 @@ def split_decode(
     stop = find_first_unit(program + 1, total, tl.num_programs(0), MIN_UNITS)
     seq = tl.load(first_seqs + program)
     elements = find_channels(WIDTH, 1 if IS_APART else PER_WORD)
+    attend: tl.constexpr = attend_apart if IS_APART else attend_together
     while unit < stop:
         if QUERIES > 1:  # a sequence may have no query, or more than are served here
             seq = skip_empty(seq, starts)
@@ -110,65 +111,35 @@ def split_decode(
             table_row = page_table + tl.load(rows + seq).to(tl.int64) * table_stride
 
             head_scale = scale * load_scale(key_scale, kv_head, HAS_HEAD_SCALES, PER_WORD)
-            if IS_APART:
-                greatest, denominator, output = attend_apart(
-                    queries,
-                    keys,
-                    values,
-                    key_blocks,
-                    value_blocks,
-                    table_row,
-                    first,
-                    count,
-                    key_len,
-                    kv_head,
-                    places,
-                    num_queries,
-                    window,
-                    head_scale,
-                    softcap,
-                    HEAD_DIM,
-                    WIDTH,
-                    PAGE_STRIDE,
-                    TOKEN_STRIDE,
-                    HEAD_STRIDE,
-                    PAGE_SIZE,
-                    HAS_SOFTCAP,
-                    PER_WORD,
-                    QUERIES,
-                    BLOCK_LEN,
-                    FACTOR,
-                    WARPS,
-                )
-            else:
-                greatest, denominator, output = attend_together(
-                    queries,
-                    keys,
-                    values,
-                    key_blocks,
-                    value_blocks,
-                    table_row,
-                    first,
-                    count,
-                    key_len,
-                    kv_head,
-                    places,
-                    num_queries,
-                    window,
-                    head_scale,
-                    softcap,
-                    HEAD_DIM,
-                    WIDTH,
-                    PAGE_STRIDE,
-                    TOKEN_STRIDE,
-                    HEAD_STRIDE,
-                    PAGE_SIZE,
-                    HAS_SOFTCAP,
-                    PER_WORD,
-                    QUERIES,
-                    BLOCK_LEN,
-                    FACTOR,
-                )
+            greatest, denominator, output = attend(
+                queries,
+                keys,
+                values,
+                key_blocks,
+                value_blocks,
+                table_row,
+                first,
+                count,
+                key_len,
+                kv_head,
+                places,
+                num_queries,
+                window,
+                head_scale,
+                softcap,
+                HEAD_DIM,
+                WIDTH,
+                PAGE_STRIDE,
+                TOKEN_STRIDE,
+                HEAD_STRIDE,
+                PAGE_SIZE,
+                HAS_SOFTCAP,
+                PER_WORD,
+                QUERIES,
+                BLOCK_LEN,
+                FACTOR,
+                WARPS,
+            )
 
             if QUERIES > 1:  # a row that sees none of these keys weighs nothing, but may not be NaN
                 denominator = tl.where(denominator > 0.0, denominator, 1.0)
