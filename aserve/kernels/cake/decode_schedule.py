@@ -4,6 +4,9 @@ The keys that a sequence's queries see are cut into blocks. The units of work of
 start costs and its blocks, in this order; pairs stand in the order (sequence, KV head). Each program takes a run of
 units, as long as anyone else's or one longer, so the grid is bounded and nothing is planned on the host. A pair may be
 cut by the border of programs. Without the units for starts, programs that got many short sequences would be the last.
+
+Equal runs of blocks, whatever these belong to, are from Stream-K for matrix products (Osama et al., 2023);
+LeanAttention has them for decodes (Sanovar et al., 2024).
 """
 
 from dataclasses import dataclass
@@ -148,6 +151,11 @@ def _fill_schedule(
     SEQ_BLOCK: tl.constexpr,
     PROGRAM_BLOCK: tl.constexpr,
 ):
+    """Write ``starts`` [N + 1] and ``first_seqs`` [P] from key_lens [N] and, if QUERIES > 1, cu_query_lens [N + 1].
+
+    A program does so for PROGRAM_BLOCK of the P programs of the decode kernel, the first one for ``starts``, too;
+    each counts the blocks of all sequences, SEQ_BLOCK at a time. ``window`` is in keys.
+    """
     part = tl.program_id(0)
     total, base = 0, 0
     while base < num_seqs:

@@ -76,6 +76,12 @@ def _plain_decode(
     WIDTH: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
 ):
+    """Compute one head of one sequence: a row of ``out`` [N, H, D] and, if there is one, of ``lse`` [N, H], in base e.
+
+    Sequence n has its query in row n of ``q``, Q_STRIDE elements apart, and its pages in row ``rows[n]`` of the page
+    table, ``table_stride`` entries apart. The strides of pages, tokens and heads count elements, or words of 8 where
+    PER_WORD is 8. ``window`` is in keys; ``key_scale`` and ``value_scale`` are numbers, or [K].
+    """
     seq, head = tl.program_id(0), tl.program_id(1)
     elements = find_channels(WIDTH, PER_WORD)
     is_element = elements < HEAD_DIM

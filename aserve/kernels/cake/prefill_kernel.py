@@ -66,6 +66,14 @@ def paged_prefill(
     BLOCK_LEN: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
+    """Compute a tile of a KV head: TILE_ROWS rows of a chunk's queries times GROUP heads, as ``tile_chunks`` [N] says.
+
+    ``tile_firsts`` [N] is the tile's first row in its chunk. Chunk c has tokens cu_query_lens[c] to [c + 1] of ``q``,
+    Q_STRIDE elements apart, of ``out`` [T, H, D] and of ``lse`` [T, H], in base e, and its pages in row ``rows[c]`` of
+    the page table, ``table_stride`` entries apart. The strides of pages, tokens and heads count elements, or words of 8
+    where PER_WORD is 8. ``window`` is in keys, only read with HAS_WINDOW; ``key_scale`` and ``value_scale`` are
+    numbers, or [K].
+    """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     chunk = tl.load(tile_chunks + tile)
     if chunk < 0:

@@ -72,6 +72,11 @@ def _fill_tiles(
     CHUNK_BLOCK: tl.constexpr,
     TILE_BLOCK: tl.constexpr,
 ):
+    """Write a chunk's tiles to tile_chunks and tile_firsts [num_tiles]; there is a program for each chunk.
+
+    It finds its place by counting the tiles of all chunks before, CHUNK_BLOCK at a time; the last one also marks what
+    is left over. cu_query_lens [C + 1] and ``min_query_len`` count tokens, tile_firsts rows: queries times GROUP.
+    """
     chunk, num_chunks = tl.program_id(0), tl.num_programs(0)
     first, base = 0, 0
     while base < chunk:

@@ -1,4 +1,8 @@
-"""The arithmetic that the kernels of the family share; scores and their sums are in base 2."""
+"""The arithmetic that the kernels of the family share; scores and their sums are in base 2.
+
+They go through keys once, with a running maximum and sum (Milakov and Gimelshein, "Online normalizer calculation for
+softmax", 2018), and scale the output so far along with them (Dao et al., "FlashAttention", 2022).
+"""
 
 import triton
 import triton.language as tl

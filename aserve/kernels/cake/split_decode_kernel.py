@@ -4,7 +4,7 @@ A program reads its share of blocks (decode_schedule.py), pair by pair. All head
 queries, are rows of one tile, so each key is read once. A pair that lies in one share is finished there; of one that is
 cut, each program leaves a partial result. It has two places for these: the first for the end of a pair that began in
 another share (or its middle), the second for the beginning of a pair that goes on in the next. ``merge_decode`` puts
-them together.
+them together, as in Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
 """
 
 import triton
@@ -82,6 +82,15 @@ def split_decode(
     FACTOR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Attend to one of P shares, which ``starts`` [N + 1] and ``first_seqs`` [P] tell, for all rows of its pairs.
+
+    Finished rows go to ``out`` [T, H, D] and ``lse`` [T, H], in base e. Others go to ``partial_outs`` [P, 2, QUERIES *
+    GROUP, D], divided by their own sums and not yet multiplied by the scale of values, and to ``partial_lses`` [P, 2,
+    QUERIES * GROUP], in base 2 and without sinks. Sequence n has its pages in row ``rows[n]`` of the page table,
+    ``table_stride`` entries apart, and its queries in ``q``, Q_STRIDE elements apart, at token n or, if QUERIES > 1,
+    from cu_query_lens[n] on. The strides of pages, tokens and heads count elements, or words where PER_WORD is not 1: 4
+    of e4m3, 8 of nvfp4. ``window`` is in keys; ``key_scale`` and ``value_scale`` are numbers, or [K].
+    """
     if OVERLAP:
         gdc_launch_dependents()
     program = tl.program_id(0)
