@@ -8,12 +8,14 @@ import torch
 
 from aserve.attention.base import AttentionKind, AttentionProblem
 from aserve.attention.cake_choice import choose_decodes, choose_several, describe_choice, num_draft_queries
+from aserve.kernels.cake.architectures import SHARED_BYTES
 from aserve.kernels.cake.attention_call import AttentionCall, PagedBatch
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.decode_variants import DecodeVariant
 from aserve.kernels.cake.plain_decode import run_plain_decode
 from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
 from aserve.kernels.cake.split_launch import SplitLaunch
+from aserve.kernels.nvfp4 import element_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +62,11 @@ class Decodes(Protocol):
 class CakeDecodes:
     """Plans and runs decodes, or chunks of up to ``max_queries`` queries, for the kinds that ``variants`` has."""
 
-    def __init__(self, variants: Variants, device: torch.device, max_queries: int = 1) -> None:
+    def __init__(
+        self, variants: Variants, problem: AttentionProblem, device: torch.device, max_queries: int = 1
+    ) -> None:
         self._variants = variants
+        self._problem = problem
         self._device = device
         self._max_queries = max_queries
         self._partials = self._allocate_partials()
@@ -69,7 +74,7 @@ class CakeDecodes:
     @classmethod
     def for_decodes(cls, problem: AttentionProblem, device: torch.device) -> "CakeDecodes":
         """Choose for all kinds of ``problem``."""
-        return cls({kind: _choose_variants(problem, kind) for kind in problem.kinds}, device)
+        return cls({kind: _choose_variants(problem, kind) for kind in problem.kinds}, problem, device)
 
     @classmethod
     def for_drafts(cls, problem: AttentionProblem, device: torch.device) -> "CakeDecodes":
@@ -80,7 +85,7 @@ class CakeDecodes:
             logger.info("cake: %s", describe_choice(choice, f"drafts, head_dim {kind.head_dim}"))
             if choice.variant is not None:
                 variants[kind] = [(problem.max_num_seqs, choice.variant)]
-        return cls(variants, device, num_draft_queries(problem))
+        return cls(variants, problem, device, num_draft_queries(problem))
 
     def max_query_len(self, kind: AttentionKind) -> int:
         """Return the queries of a sequence that are served, 0 if none are."""
@@ -100,7 +105,7 @@ class CakeDecodes:
         }
         schedules = {
             kind: DecodeSchedule.allocate(
-                num_seqs, self._count_programs(variant.launch), self._device, self._max_queries
+                num_seqs, self._count_programs(variant.launch, kind), self._device, self._max_queries
             )
             for kind, variant in variants.items()
             if variant.launch is not None
@@ -132,16 +137,21 @@ class CakeDecodes:
         num_rows, num_elements = 0, 0
         for kind, steps in self._variants.items():
             for launch in (variant.launch for _, variant in steps if variant.launch is not None):
-                rows = self._count_programs(launch) * self._max_queries * (kind.num_heads // kind.num_kv_heads)
+                rows = self._count_programs(launch, kind) * self._count_rows(kind)
                 num_rows, num_elements = max(num_rows, rows), max(num_elements, rows * kind.head_dim)
         return PartialResults.allocate(num_rows, 1, -(-num_elements // max(num_rows, 1)), self._device)
 
-    def _count_programs(self, launch: SplitLaunch) -> int:
+    def _count_programs(self, launch: SplitLaunch, kind: AttentionKind) -> int:
         """Return how many share a step."""
         if self._device.type != "cuda":
             return NUM_CPU_PROGRAMS
+        kv_bytes, given = element_bytes(self._problem.kv_dtype), SHARED_BYTES[self._problem.capability]
         num_sms: int = torch.cuda.get_device_properties(self._device).multi_processor_count
-        return num_sms * launch.programs_per_sm
+        return num_sms * launch.count_programs(kind.head_dim, self._count_rows(kind), kv_bytes, given)
+
+    def _count_rows(self, kind: AttentionKind) -> int:
+        """Return the queries times heads of a program."""
+        return self._max_queries * (kind.num_heads // kind.num_kv_heads)
 
 
 def _choose_variants(problem: AttentionProblem, kind: AttentionKind) -> list[tuple[int, DecodeVariant]]:

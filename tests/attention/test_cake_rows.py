@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from doubles_attention import check_attention, make_case, make_spec
 from aserve.attention.base import AttentionProblem
 from aserve.attention.cake_backend import CakeBackend
 from aserve.attention.cake_choice import choose_decodes
+from aserve.attention.cake_decodes import CakeDecodes
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,3 +123,19 @@ def test_a_problem_that_no_generic_row_serves_goes_to_the_compatibility_kernel()
     error, lse_error = check_attention(output, lse, case, spec)
     assert error < 2e-3
     assert lse_error < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "programs_per_sm"),
+    [(8, 5), (64, 3)],  # the second takes 74,240 bytes of shared memory
+)
+def test_a_step_is_shared_by_as_many_programs_as_run_at_once(
+    num_heads: int, programs_per_sm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = make_spec(num_heads, 1, 128).kind
+    problem = AttentionProblem("cuda", torch.bfloat16, torch.float8_e4m3fn, 16, (kind,), CAPABILITY)
+    decodes = CakeDecodes.for_decodes(problem, torch.device("cpu"))
+    launch = choose_decodes(problem, kind)[-1].choice.variant.launch
+    monkeypatch.setattr(decodes, "_device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    assert decodes._count_programs(launch, kind) == 132 * programs_per_sm

@@ -18,6 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import aserve.kernels.cake.split_decode as split_decode_module
+from aserve.kernels.cake.architectures import SHARED_BYTES
 from aserve.kernels.cake.attention_call import AttentionCall, PagedBatch, ScoreRules
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.decode_variants import DECODE_VARIANTS, DecodeVariant
@@ -108,17 +109,19 @@ def compile_edges(capability: tuple[int, int]) -> None:
             problem = VariantProblem(dtype, kv_dtype, row.head_dims[-1], group, capability)
             problem = replace(problem, max_keys=row.max_keys or 8192, max_seqs=row.max_seqs or 320)
             if row.launch is not None and refuse_variant(row, problem) is None:
-                place["bound"] = row.launch.shared_bytes(problem.head_dim, group, element_bytes(kv_dtype))
+                kv_bytes = element_bytes(kv_dtype)
+                place["bound"] = row.launch.shared_bytes(problem.head_dim, group, kv_bytes)
+                programs = row.launch.count_programs(problem.head_dim, group, kv_bytes, SHARED_BYTES[capability])
+                place.update(programs=programs, num_warps=row.launch.num_warps)
                 compile_variant(row, 16, 64, first=0, is_full=True, group=group)
 
 
-split_decode_module.can_overlap = lambda device: True  # as on Hopper
+capability = (int(sys.argv[1]), int(sys.argv[2])) if len(sys.argv) > 1 else (9, 0)
+split_decode_module.can_overlap = lambda device: capability >= (9, 0)
 compile_only, kernels, place = JITFunction.run, list[Any](), dict[str, Any]()
 JITFunction.run = report
+driver.set_active(HopperDriver(capability))
 if len(sys.argv) == 1:
-    driver.set_active(HopperDriver())
     compile_steps()
 else:
-    asked = (int(sys.argv[1]), int(sys.argv[2]))
-    driver.set_active(HopperDriver(asked))
-    compile_edges(asked)
+    compile_edges(capability)

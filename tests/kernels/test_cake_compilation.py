@@ -15,6 +15,7 @@ CHUNKS_SCRIPT = Path(__file__).with_name("hopper_compile_cake_prefill.py")
 GPUS = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 SHARED_BYTES_OF_AN_SM = 227 << 10  # of compute capability 9.0, by NVIDIA's programming guide
 RESERVED_BYTES = 1 << 10  # for each thread block
+REGISTERS_OF_AN_SM = 1 << 16
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,12 @@ def test_no_row_that_is_admitted_on_a_gpu_takes_more_than_it_has(capability: tup
     reports = compile_by(Path(__file__).with_name("hopper_compile_cake.py"), tmp_path, *map(str, capability))
     assert len({report["variant"] for report in reports}) >= 6
     check_bounds(reports, capability)
+    for report in reports:
+        if report["kernel"] == "split_decode":
+            taken = report["programs"] * (report["shared_bytes"] + RESERVED_BYTES)
+            assert taken <= SHARED_BYTES[capability] + RESERVED_BYTES, report
+            registers = report["programs"] * 32 * report["num_warps"] * -(-report["registers"] // 8) * 8
+            assert capability != (9, 0) or registers <= REGISTERS_OF_AN_SM, report
 
 
 def check_bounds(reports: list[dict[str, Any]], capability: tuple[int, int]) -> None:

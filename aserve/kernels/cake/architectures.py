@@ -12,6 +12,7 @@ SHARED_BYTES = {  # that one program can have, by NVIDIA's programming guide
     (12, 0): 99 << 10,
     (12, 1): 99 << 10,
 }
+RESERVED_BYTES = 1 << 10  # beside that, for each program on a multiprocessor
 
 
 def refuse_architecture(capability: tuple[int, int]) -> str | None:

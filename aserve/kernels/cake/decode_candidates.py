@@ -3,14 +3,13 @@
 from dataclasses import replace
 from itertools import product
 
-from aserve.kernels.cake.architectures import SHARED_BYTES
+from aserve.kernels.cake.architectures import RESERVED_BYTES, SHARED_BYTES
 from aserve.kernels.cake.case_pages import GROUP
 from aserve.kernels.cake.decode_case import StepSize
 from aserve.kernels.cake.decode_variants import DecodeVariant
 from aserve.kernels.cake.split_launch import REGISTERS, SplitLaunch
 from aserve.kernels.nvfp4 import element_bytes
 
-RESERVED_BYTES = 1 << 10  # of shared memory, for each program on a multiprocessor
 MAX_SUMS = 128  # that a thread keeps
 OTHER_REGISTERS, APART_REGISTERS = 64, 100  # of a thread; where each warp unpacks what it needs
 NUM_WARPS, NUM_STAGES, PROGRAMS_PER_SM = (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4, 5, 6)

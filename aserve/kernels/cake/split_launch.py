@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+from aserve.kernels.cake.architectures import RESERVED_BYTES
 from aserve.kernels.cake.variant import Launch, row_width
 
 MIN_UNITS = 2  # blocks that are worth a program of their own
 MIN_TILE_ROWS, MIN_TILE_COLUMNS = 16, 8  # that a matrix product has at least
-WARP_GROUP_ROWS = 64  # from which on Hopper a warp group computes it together
+WARP_GROUP_ROWS, WARP_GROUP_WARPS = 64, 4  # from which on Hopper a warp group computes it together
 MAX_APART_ROWS = 16  # of which a warp keeps whole sums
 APART_WIDTHS = (64, 128)
 WORDS_BYTES = 16  # that heads are whole multiples of where they are read as words
@@ -45,10 +46,25 @@ class SplitLaunch(Launch):
         """Return the shared memory that a program takes at most, with keys of ``kv_bytes`` an element."""
         tile, width = self.tile_rows(head_dim, group, kv_bytes), row_width(head_dim)
         block = self.block_len * width
-        copies = int(max(self.num_stages - 1, 2) * block * kv_bytes)  # of keys and values in turn
+        copies = int(max((self.num_stages - 1) // 2, 1) * 2 * block * kv_bytes)  # of keys and of values as many
         if self.is_apart(head_dim, group, kv_bytes):
             return copies + 8 * self.block_len
-        unpacked = 2 * block if kv_bytes <= 1 else 0  # values, as 16 bits
-        # Operands are rearranged by way of shared memory; products of a warp group also take theirs from there.
-        operands = tile * (width + self.block_len) * (4 if tile >= WARP_GROUP_ROWS else 2)
-        return copies + unpacked + operands + 8 * self.block_len + 512
+        queries = 2 * tile * width
+        if tile >= WARP_GROUP_ROWS and self.num_warps >= WARP_GROUP_WARPS:
+            operands = queries + 4 * block  # all of which products take from shared memory
+        else:
+            unpacked = 2 * block if kv_bytes <= 1 else 0  # values, as 16 bits
+            operands = queries + 2 * tile * self.block_len + unpacked  # rearranged by way of shared memory
+        return copies + operands + (16 if kv_bytes <= 1 else 8) * self.block_len + 512
+
+    def count_programs(self, head_dim: int, num_rows: int, kv_bytes: float, given_bytes: int) -> int:
+        """Return how many programs a multiprocessor gets: what the launch wants, as far as they run at once.
+
+        ``num_rows`` are the queries times heads of a program, ``given_bytes`` the shared memory that one may have.
+        Shares are equal, so a program that had to wait for another to end would double the time of all.
+        """
+        taken = self.shared_bytes(head_dim, num_rows, kv_bytes) + RESERVED_BYTES
+        count = min(self.programs_per_sm, (given_bytes + RESERVED_BYTES) // taken)
+        if kv_bytes <= 1 and not self.is_apart(head_dim, num_rows, kv_bytes):  # unpacking takes all registers there are
+            count = min(count, REGISTERS // (32 * self.num_warps * (MAX_REGISTERS + 1)))
+        return max(count, 1)
