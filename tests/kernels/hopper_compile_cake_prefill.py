@@ -16,6 +16,7 @@ from doubles_hopper import HopperDriver, make_pages, read_resources
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+import aserve.kernels.cake.split_decode as split_decode_module
 from aserve.kernels.cake.attention_call import AttentionCall, PagedBatch, ScoreRules
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.decode_variants import MAX_QUERIES, SEVERAL_VARIANTS, DecodeVariant
@@ -45,6 +46,7 @@ def report(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: An
         "warp_products": len(re.findall(r"\bmma\.sync", ptx)),
         "roundings": len(re.findall(r"cvt\S*\.bf16\.f16", ptx)),
         "shared_bytes": kernel.metadata.shared,
+        "early_starts": len(re.findall(r"griddepcontrol", ptx)),
         "is_new": all(kernel is not other for other in kernels),
         **read_resources(kernel.asm["cubin"]),
         **place,
@@ -142,6 +144,7 @@ compile_only, kernels, place = JITFunction.run, list[Any](), dict[str, Any]()
 JITFunction.run = report
 version, names = (sys.argv[1], sys.argv[2:]) if "." in sys.argv[1] else ("9.0", sys.argv[1:])
 capability = (int(version.split(".")[0]), int(version.split(".")[1]))
+split_decode_module.can_overlap = lambda device: capability >= (9, 0)
 driver.set_active(HopperDriver(capability))
 prefill_rows = {row.name: row for row in tune_rows(PREFILL_VARIANTS, "", capability)}
 several_rows = {row.name: row for row in tune_rows(SEVERAL_VARIANTS, "", capability)}

@@ -55,10 +55,11 @@ def check_several(name: str, cache: Path) -> None:
     assert [line["kernel"] for line in lines] == ["_fill_schedule", "split_decode", "merge_decode"] * 3
     assert not any(line["is_new"] for line in lines[3:]), "another step compiles nothing"
     assert not any(line["spilled_bytes"] for line in lines), lines
+    assert all(line["early_starts"] for line in lines[1:3]), "the merge starts before the split has ended"
     line, row = lines[1], SEVERAL_ROWS[name.rstrip("+")]
     assert row.launch is not None
     assert line["copies"].count("10") >= (4 if "-4-" in name else 8), "16 bytes at a time, in hexadecimal"
-    bound = row.launch.shared_bytes(row.head_dims[-1], row.max_group, row.dtypes[-1][1].itemsize)
+    bound = row.launch.shared_bytes(row.head_dims[-1], row.max_group, element_bytes(row.dtypes[-1][1]))
     assert line["shared_bytes"] <= bound
     assert row.launch.programs_per_sm * (bound + RESERVED_BYTES) <= SHARED_BYTES[9, 0] + RESERVED_BYTES
 
