@@ -87,11 +87,6 @@ class BlackwellDecodes:
         self._counters = torch.zeros(num_counter_bytes, dtype=torch.uint8, device=device)
         self._reported: set[tuple[str, int, int]] = set()
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory taken by what all plans share."""
-        return len(self._workspace) + len(self._counters)
-
     def plan(self, batch: PagedBatch) -> BlackwellPlan:
         """Make room for the rows of the page table in the step's order."""
         return BlackwellPlan(batch, batch.page_table.new_zeros(len(batch.rows), batch.page_table.shape[1]))

@@ -33,18 +33,9 @@ class DecodePlan:
     variants: dict[AttentionKind, DecodeVariant]
     schedules: dict[AttentionKind, DecodeSchedule]  # of the kinds of layers that split keys
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory taken."""
-        return sum(schedule.num_bytes for schedule in self.schedules.values())
-
 
 class Decodes(Protocol):
     """What the backend asks of those who serve its decodes; a plan is passed to the one that made it."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory taken by what all plans share."""
 
     def plan(self, batch: PagedBatch) -> Any:
         """Return a plan for as many sequences as ``batch`` has; enqueues nothing that a graph would have to hold."""
@@ -90,11 +81,6 @@ class CakeDecodes:
     def max_query_len(self, kind: AttentionKind) -> int:
         """Return the queries of a sequence that are served, 0 if none are."""
         return self._max_queries if kind in self._variants else 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory taken by what all plans share."""
-        return self._partials.num_bytes
 
     def plan(self, batch: PagedBatch) -> DecodePlan:
         """Choose a variant for each kind by the number of sequences, with room for its schedule."""

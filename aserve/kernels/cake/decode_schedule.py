@@ -39,11 +39,6 @@ class DecodeSchedule:
         starts = torch.empty(num_seqs + 1, dtype=torch.int32, device=device)
         return cls(starts, torch.empty(num_programs, dtype=torch.int32, device=device), max_queries)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory taken."""
-        return 4 * (self.starts.numel() + self.first_seqs.numel())
-
 
 def fill_schedule(
     schedule: DecodeSchedule, batch: PagedBatch, launch: SplitLaunch, *, window: int | None, num_kv_heads: int

@@ -30,11 +30,6 @@ class PartialResults:
         lses = torch.empty(num_programs * 2 * group, dtype=torch.float32, device=device)
         return cls(torch.empty(len(lses) * head_dim, dtype=torch.float32, device=device), lses)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory taken."""
-        return 4 * (self.outs.numel() + self.lses.numel())
-
 
 def run_split_decode(
     call: AttentionCall, launch: SplitLaunch, schedule: DecodeSchedule, partials: PartialResults
