@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
 import sys
 import termios
 import threading
@@ -70,16 +71,25 @@ def test_a_process_that_uses_up_its_time_is_ended_by_the_system(trial: GrammarTr
     trial.check(GOOD)
     assert trial._process is not None
     process = trial._process
-    os.kill(process.pid, signal.SIGSTOP)  # it is in the middle of a grammar for as long as the test wants
+    stop(process)  # it is in the middle of a grammar for as long as the test wants
     with ThreadPoolExecutor(1) as pool:
         checking = pool.submit(trial.check, GrammarSpec("regex", "b+"))
-        while not unread_bytes(process.stdin):
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGPROF)
-        os.kill(process.pid, signal.SIGCONT)
-        with pytest.raises(ClientError, match="too long"):
-            checking.result(20)
+        try:
+            while not unread_bytes(process.stdin):
+                time.sleep(0.01)
+            os.kill(process.pid, signal.SIGPROF)
+            os.kill(process.pid, signal.SIGCONT)
+            with pytest.raises(ClientError, match="too long"):
+                checking.result(20)
+        finally:
+            process.kill()
     trial.check(GOOD)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Stop ``process`` and wait until it stands: before, it could still read what comes."""
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def unread_bytes(pipe: IO[bytes] | None) -> int:
@@ -126,7 +136,7 @@ def test_close_does_not_wait_for_a_grammar() -> None:
     trial = GrammarTrial(TokenBytes.of(demo_tokenizer()))
     trial.check(GOOD)
     assert trial._process is not None
-    os.kill(trial._process.pid, signal.SIGSTOP)
+    stop(trial._process)
     errors: list[Exception] = []
 
     def check() -> None:
