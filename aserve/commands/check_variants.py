@@ -17,7 +17,7 @@ from aserve.attention.cake_choice import (
 from aserve.attention.registry import check_variants, refusals_for
 from aserve.config import EngineConfig
 from aserve.kernels.cake.select_variant import Choice, V, refuse_gpu
-from aserve.kernels.cake.tables import TABLES
+from aserve.kernels.cake.tables import TABLES, variant_names
 from aserve.kernels.cake.tuned_launches import tune_rows
 from aserve.kernels.operators import Operators
 from aserve.layers.weighted import WeightFormat
@@ -35,7 +35,7 @@ Report = dict[str, Any]
 def list_variants(gpu: Gpu | None) -> dict[str, str | None]:
     """Map each variant to the reason why ``gpu`` does not run it, None if it does."""
     if gpu is None:
-        return dict.fromkeys((row.name for rows in TABLES.values() for row in rows), "torch finds no CUDA device")
+        return dict.fromkeys(variant_names(), "torch finds no CUDA device")
     tuned = [row for rows in TABLES.values() for row in tune_rows(rows, gpu.name, gpu.capability)]
     return {row.name: refuse_gpu(row, gpu.capability) for row in tuned}
 

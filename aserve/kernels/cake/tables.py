@@ -12,5 +12,5 @@ TABLES: dict[str, tuple[Variant, ...]] = {
 
 
 def variant_names() -> list[str]:
-    """Return the names by which a variant can be pinned."""
+    """Return the names of all variants, by which they can be pinned."""
     return [variant.name for variants in TABLES.values() for variant in variants]
