@@ -47,7 +47,12 @@ def candidates(row: DecodeVariant, capability: tuple[int, int], num_queries: int
 
 
 def _fits(launch: SplitLaunch, head_dim: int, num_rows: int, kv_bytes: float, shared_bytes: int) -> bool:
-    """Whether all programs of a multiprocessor find their memory and registers, and none has hardly any copies."""
+    """Whether all programs of a multiprocessor find their memory and registers, and none has hardly any copies.
+
+    A step would get them all, too, so that a launch serves as it was timed.
+    """
+    if launch.count_programs(head_dim, num_rows, kv_bytes, shared_bytes) < launch.programs_per_sm:
+        return False
     tile, num_threads = launch.tile_rows(head_dim, num_rows, kv_bytes), 32 * launch.num_warps
     taken = launch.programs_per_sm * (launch.shared_bytes(head_dim, num_rows, kv_bytes) + RESERVED_BYTES)
     if launch.is_apart(head_dim, num_rows, kv_bytes):
