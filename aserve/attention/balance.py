@@ -6,7 +6,8 @@ and its queries small, or the other way round, or keys stand far from zero, scor
 - Keys are taken from their mean, which takes the same from all scores of a query, so that softmax does not see it.
 - A basis is chosen in which keys and queries have the same covariance, a diagonal one. Among all bases this makes the
   sizes of keys times those of queries least; in control theory it is the balanced form of a system.
-- A rotation then spreads these channels evenly, so that every block looks alike.
+- A rotation then spreads these channels evenly, so that every block looks alike; or, where a key's second half can make
+  up for the first, halves are formed for that (``error_feedback``).
 
 A sample counts as much as attention depends on it: an error e of the score of a key with the share p of a query and the
 value v moves the output o by p (v - o) e. So pairs that no one looks at, and those that nothing competes with, count
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from aserve.attention.base import AttentionSpec
+from aserve.attention.error_feedback import pair_channels
+from aserve.attention.rotation import spread
 from aserve.kernels.key_transform import KeyTransform
 
 QUERY_STRIDE = 4  # of every so many queries one is looked at, which shows as much in a part of the time
@@ -26,10 +29,13 @@ RIDGE = 0.01  # of the mean variance, added to each; a sample may show nothing o
 FLOOR = 1e-6  # of variances, so that heads whose keys or queries are all zero have a basis, too
 
 
-def balance_keys(queries: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> KeyTransform:
+def balance_keys(
+    queries: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, *, feeds_back: bool
+) -> KeyTransform:
     """Return the transform for a layer: ``queries`` [T, H, D], ``keys`` and ``values`` [T, K, D] are of one sequence.
 
-    Its offset is zero where scores count for themselves: with sinks beside them, or bent by a soft-cap.
+    It has a feedback if ``feeds_back``; D is even then. Its offset is zero where scores count for themselves: with
+    sinks beside them, or bent by a soft-cap.
     """
     num_tokens, num_kv_heads, head_dim = keys.shape
     asked = torch.arange(0, num_tokens, QUERY_STRIDE, device=keys.device)
@@ -51,22 +57,16 @@ def balance_keys(queries: Tensor, keys: Tensor, values: Tensor, spec: AttentionS
     centred = apart - mean.unsqueeze(1)
     key_moments = centred.mT @ (shares * centred)
     query_moments = ((of_queries.unsqueeze(3) * grouped).mT @ grouped).sum(1)
-    key, query = (basis @ spread(head_dim) for basis in _balance(query_moments, key_moments))
+    key, query, sizes = _balance(query_moments, key_moments)
+    feedback = None
+    if feeds_back:
+        key, query, feedback = pair_channels(key, query, sizes)
+        feedback = feedback.float().to(keys.device)
+    else:
+        key, query = key @ spread(head_dim), query @ spread(head_dim)
     offset = (mean.unsqueeze(1) @ key).squeeze(1)
-    return KeyTransform(*(x.float().to(keys.device) for x in (key, query, offset)))
-
-
-def spread(size: int) -> Tensor:
-    """Return a symmetric rotation [size, size] whose entries are as even as they can be: a Hadamard matrix if one is.
-
-    It is the product of Hadamard's for the powers of two in ``size`` and Hartley's for the rest.
-    """
-    odd = size // (size & -size)
-    angles = 2 * math.pi / odd * torch.outer(*[torch.arange(odd, dtype=torch.float64)] * 2)
-    rotation: Tensor = (angles.cos() + angles.sin()) / odd**0.5
-    while len(rotation) < size:
-        rotation = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5, rotation)
-    return rotation
+    key, query, offset = (x.float().to(keys.device) for x in (key, query, offset))
+    return KeyTransform(key, query, offset, feedback)
 
 
 def _hide(asked: Tensor, num_tokens: int, window: int | None) -> Tensor:
@@ -95,15 +95,16 @@ def _weigh(
     return counts.sum(2), counts.sum((0, 1))
 
 
-def _balance(query_moments: Tensor, key_moments: Tensor) -> tuple[Tensor, Tensor]:
+def _balance(query_moments: Tensor, key_moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return A and its transpose's inverse, [K, D, D], so that keys @ A and queries @ A^-T have the same moments.
 
+    These are diagonal, and returned, too, [K, D], the largest first.
     With Cholesky's factors Q Q^T of queries and K K^T of keys, and Q^T K = U S V^T: A = Q U S^-1/2, A^-T = K V S^-1/2.
     """
     query_factor, key_factor = (torch.linalg.cholesky(_regularise(x)) for x in (query_moments, key_moments))
     left, sizes, right = torch.linalg.svd(query_factor.mT @ key_factor)
     roots = sizes.rsqrt().unsqueeze(1)
-    return query_factor @ left * roots, key_factor @ right.mT * roots
+    return query_factor @ left * roots, key_factor @ right.mT * roots, sizes
 
 
 def _regularise(moments: Tensor) -> Tensor:

@@ -12,11 +12,15 @@ class KeyTransform:
 
     ``query[h]`` is the inverse of ``key[h]``'s transpose, so their products stay, but for what the offset takes from
     all scores of a query alike: softmax does not see it. All are float32.
+
+    With a feedback, which is for nvfp4, a key is rounded in halves: what its first half is moved by, times
+    ``feedback[h]``, is added to the second half before that is rounded, too, so that scores change less.
     """
 
     key: Tensor  # [K, D, D]
     query: Tensor  # [K, D, D]
     offset: Tensor  # [K, D]
+    feedback: Tensor | None = None  # [K, D / 2, D / 2]
 
     def transform_keys(self, k: Tensor) -> Tensor:
         """Return what is stored of k [T, K, D], in its dtype."""

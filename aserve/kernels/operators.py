@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from aserve.kernels.experts import SILU, Experts, choose_experts, sum_all_experts, sum_by_expert
 from aserve.kernels.key_transform import KeyTransform
-from aserve.kernels.nvfp4 import BlockScales, quantise
+from aserve.kernels.nvfp4 import BlockScales, quantise, quantise_in_halves
 
 Activation = Literal["silu", "gelu_tanh"]  # of the gate; GELU in its tanh approximation
 
@@ -58,7 +58,7 @@ class KVTarget:
 
     Pages [pages, page_size, K, D] each; they may be a transposed view of [pages, K, page_size, D] in memory. Pages of
     an 8-bit dtype take values divided by the scales, numbers or float32 [K]. With block scales pages are of nvfp4.
-    Keys are transformed before.
+    Keys are transformed before; how they are rounded then is the transform's matter, too.
     """
 
     key: Tensor
@@ -112,11 +112,15 @@ class Operators:
             _write(target.key, slots, _to_pages(k, target.key.dtype, target.key_scale))
             _write(target.value, slots, _to_pages(v, target.value.dtype, target.value_scale))
             return
-        for pages, block_scales, new, scale in (
-            (target.key, blocks.key, k, target.key_scale),
-            (target.value, blocks.value, v, target.value_scale),
+        key_scale, value_scale = _per_head(target.key_scale), _per_head(target.value_scale)
+        if target.key_transform is None or target.key_transform.feedback is None:
+            new = quantise(k, key_scale), quantise(v, value_scale)
+        else:
+            feedback = target.key_transform.feedback
+            new = quantise_in_halves(k.float() / key_scale, v.float() / value_scale, feedback)
+        for pages, block_scales, (packed, new_scales) in zip(
+            (target.key, target.value), (blocks.key, blocks.value), new, strict=True
         ):
-            packed, new_scales = quantise(new, _per_head(scale))
             _write(pages, slots, packed)
             _write(block_scales, slots, new_scales)
 

@@ -11,7 +11,7 @@ from aserve.attention.torch_backend import TorchBackend
 from aserve.distributed.group import RankGroup
 from aserve.errors import ClientError, ConfigError, WeightsError
 from aserve.kernels.key_transform import KeyTransform
-from aserve.kernels.nvfp4 import MAX_BLOCK_SCALE, MAX_ELEMENT, NVFP4
+from aserve.kernels.nvfp4 import MAX_BLOCK_SCALE, MAX_ELEMENT, NVFP4, dequantise, feed_back, quantise
 from aserve.kernels.operators import Operators
 from aserve.model_files import ModelFiles
 from aserve.models.config import DecoderConfig
@@ -52,7 +52,7 @@ def resolve_kv_scales(
         log_choice("kv_scales", kind, "from the checkpoint; keys are stored as they are")
         return found
     token_ids, kind = _sample_tokens(files, model.config)
-    scales = measure_kv_scales(model, LARGEST[kv_dtype] / HEADROOM, token_ids.to(device), dtype, operators)
+    scales = measure_kv_scales(model, kv_dtype, token_ids.to(device), dtype, operators)
     reason = f"measured on {len(token_ids)} {kind}, as is how keys are transformed; {HEADROOM:g} times as much fits"
     log_choice("kv_scales", "per layer", reason)
     return scales
@@ -87,20 +87,22 @@ def take_from_first_rank(scales: tuple[KVScales, ...], group: RankGroup) -> tupl
             return layer
         numbers = torch.tensor([layer.key, layer.value], dtype=torch.float64, device=transform.key.device)
         key, value = take(numbers).tolist()
-        return KVScales(key, value, KeyTransform(*map(take, (transform.key, transform.query, transform.offset))))
+        feedback = None if transform.feedback is None else take(transform.feedback)
+        taken = KeyTransform(take(transform.key), take(transform.query), take(transform.offset), feedback)
+        return KVScales(key, value, taken)
 
     return tuple(take_layer(layer) for layer in scales)
 
 
 @torch.inference_mode()
 def measure_kv_scales(
-    model: Decoder, largest: float, token_ids: Tensor, dtype: torch.dtype, operators: Operators
+    model: Decoder, kv_dtype: torch.dtype, token_ids: Tensor, dtype: torch.dtype, operators: Operators
 ) -> tuple[KVScales, ...]:
-    """Run ``token_ids`` [T] as a prompt; return scales by which none of its numbers is stored above ``largest``."""
+    """Run ``token_ids`` [T] as a prompt; return scales with which ``HEADROOM`` times its numbers fit a ``kv_dtype``."""
     shape, num_tokens, device = model.config, len(token_ids), token_ids.device
     kinds = tuple(dict.fromkeys(spec.kind for spec in model.attention_specs()))
     problem = AttentionProblem(device.type, dtype, dtype, num_tokens, kinds)
-    backend = _MeasuringBackend(problem, device, largest)
+    backend = _MeasuringBackend(problem, device, kv_dtype)
     layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype, device)
     pool = allocate_pool(layout, num_tokens, 0)
     forward_prompt(model, token_ids, backend, pool, operators)
@@ -110,10 +112,10 @@ def measure_kv_scales(
 class _MeasuringBackend(TorchBackend):
     """Looks at what each layer of one prompt, in a page of its size, attends with; layers come in order."""
 
-    def __init__(self, problem: AttentionProblem, device: torch.device, largest: float) -> None:
+    def __init__(self, problem: AttentionProblem, device: torch.device, kv_dtype: torch.dtype) -> None:
         super().__init__(problem, device)
         self.scales: list[KVScales] = []
-        self._largest = largest
+        self._kv_dtype = kv_dtype
 
     def forward(
         self, q: Tensor, layer_kv: LayerKV, plan: Any, spec: AttentionSpec, **options: Any
@@ -121,10 +123,20 @@ class _MeasuringBackend(TorchBackend):
         keys, values = layer_kv.key[0], layer_kv.value[0]
         if not all(bool(x.isfinite().all()) for x in (q, keys, values)):
             raise ConfigError("kv_cache_dtype: no scales can be measured: the model's keys or values are not finite")
-        transform = balance_keys(q, keys, values, spec)
-        key, value = (self._scale(x) for x in (transform.transform_keys(keys), values))
+        transform = balance_keys(q, keys, values, spec, feeds_back=self._kv_dtype == NVFP4)
+        key, value = (self._scale(x) for x in (self._to_be_rounded(transform, keys), values))
         self.scales.append(KVScales(key, value, transform))
         return super().forward(q, layer_kv, plan, spec, **options)
 
+    def _to_be_rounded(self, transform: KeyTransform, keys: Tensor) -> Tensor:
+        """Return keys [T, K, D] as they are before they are rounded, the second halves after the first ones are."""
+        stored = transform.transform_keys(keys)
+        if transform.feedback is None:
+            return stored
+        first, second = stored.float().chunk(2, dim=-1)
+        scale = self._scale(first)
+        errors = dequantise(*quantise(first, scale)) * scale - first
+        return torch.cat((first, second + feed_back(errors, transform.feedback)), dim=-1)
+
     def _scale(self, stored: Tensor) -> float:
-        return float(stored.abs().amax()) / self._largest or 1.0
+        return HEADROOM * float(stored.abs().amax()) / LARGEST[self._kv_dtype] or 1.0

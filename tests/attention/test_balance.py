@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.attention.balance import balance_keys, spread
+from aserve.attention.balance import balance_keys
 from aserve.attention.base import AttentionSpec
-from aserve.kernels.nvfp4 import dequantise, quantise
+from aserve.attention.rotation import spread
+from aserve.kernels.key_transform import KeyTransform
+from aserve.kernels.nvfp4 import dequantise, quantise, quantise_in_halves
 
 SPEC = AttentionSpec(layer_idx=0, num_heads=6, num_kv_heads=2, head_dim=64, scale=0.05)
 LARGEST = 6 * 448
@@ -35,38 +37,54 @@ def store(keys: Tensor) -> Tensor:
     return dequantise(*quantise(keys, scale)) * scale
 
 
-def test_attention_stays() -> None:
+def store_transformed(keys: Tensor, transform: KeyTransform) -> Tensor:
+    """Return what pages of nvfp4 keep of keys that go through ``transform``."""
+    stored = transform.transform_keys(keys)
+    if transform.feedback is None:
+        return store(stored)
+    scale = 2 * stored.abs().max().item() / LARGEST
+    packed, _ = quantise_in_halves(stored / scale, torch.zeros_like(keys), transform.feedback)
+    return dequantise(*packed) * scale
+
+
+@pytest.mark.parametrize("feeds_back", [False, True])
+def test_attention_stays(feeds_back: bool) -> None:
     queries, keys, values = draw()
-    transform = balance_keys(queries, keys, values, SPEC)
+    transform = balance_keys(queries, keys, values, SPEC, feeds_back=feeds_back)
+    assert (transform.feedback is not None) == feeds_back
     found = shares(transform.transform_queries(queries), transform.transform_keys(keys))
     torch.testing.assert_close(found, shares(queries, keys), rtol=0, atol=1e-5)
 
 
-def test_scores_themselves_stay_where_sinks_or_caps_see_them() -> None:
+@pytest.mark.parametrize("feeds_back", [False, True])
+def test_scores_themselves_stay_where_sinks_or_caps_see_them(feeds_back: bool) -> None:
     queries, keys, values = draw()
     for changes in ({"sinks": torch.zeros(6)}, {"softcap": 30.0}):
-        transform = balance_keys(queries, keys, values, dataclasses.replace(SPEC, **changes))
+        transform = balance_keys(queries, keys, values, dataclasses.replace(SPEC, **changes), feeds_back=feeds_back)
         assert not transform.offset.any()
         found = transform.transform_queries(queries)[:, :3] @ transform.transform_keys(keys)[:, 0].T
         expected = queries[:, :3] @ keys[:, 0].T
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-def test_rounded_keys_move_attention_less() -> None:
+@pytest.mark.parametrize(("feeds_back", "times_less"), [(False, 4), (True, 8)])
+def test_rounded_keys_move_attention_less(feeds_back: bool, times_less: int) -> None:
     queries, keys, values = draw(400)
-    transform = balance_keys(queries[:200], keys[:200], values[:200], SPEC)
+    transform = balance_keys(queries[:200], keys[:200], values[:200], SPEC, feeds_back=feeds_back)
     queries, keys = queries[200:], keys[200:]
     exact = shares(queries, keys)
     plain = (shares(queries, store(keys)) - exact).square().sum()
-    found = shares(transform.transform_queries(queries), store(transform.transform_keys(keys)))
-    assert (found - exact).square().sum() < plain / 4
+    found = shares(transform.transform_queries(queries), store_transformed(keys, transform))
+    assert (found - exact).square().sum() < plain / times_less
 
 
-def test_heads_without_keys_or_queries_have_a_transform() -> None:
+@pytest.mark.parametrize("feeds_back", [False, True])
+def test_heads_without_keys_or_queries_have_a_transform(feeds_back: bool) -> None:
     queries, keys, values = draw()
     for changed in ((torch.zeros_like(queries), keys), (queries, torch.zeros_like(keys))):
-        transform = balance_keys(*changed, values, SPEC)
-        assert all(bool(x.isfinite().all()) for x in (transform.key, transform.query, transform.offset))
+        transform = balance_keys(*changed, values, SPEC, feeds_back=feeds_back)
+        matrices = (transform.key, transform.query, transform.offset, transform.feedback)
+        assert all(bool(x.isfinite().all()) for x in matrices if x is not None)
 
 
 @pytest.mark.parametrize(("size", "largest"), [(64, 1.0), (128, 1.0), (96, 1.37), (80, 1.41)])

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from aserve.kernels.gpu import gate_mul, norm, rope_store
+from aserve.kernels.gpu import gate_mul, norm, rope_store, transform_store
 from aserve.kernels.gpu.compile_count import CompileCounter
 from aserve.kernels.gpu.small_linear import NormBefore, SmallLinear, apply_small_linear
 from aserve.kernels.key_transform import KeyTransform
@@ -51,7 +51,6 @@ def compile_all(overlap: bool, num_tokens: int) -> None:
     norms = HeadNorms(bf16(128), bf16(128), 1e-6)
     blocks = torch.empty(4, 16, 8, 8, dtype=torch.float8_e4m3fn)
     matrices = torch.empty(2, 8, 128, 128)
-    matrices = torch.empty(2, 8, 128, 128)
     for page_dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
         is_packed = page_dtype == torch.uint8
         pages = torch.empty(4, 16, 8, 64 if is_packed else 128, dtype=page_dtype)
@@ -63,6 +62,8 @@ def compile_all(overlap: bool, num_tokens: int) -> None:
         for transform in transforms:
             qkv, to = bf16(num_tokens, 6144), replace(target, key_transform=transform)
             rope_store.rope_store(qkv, layout, norms, torch.empty(99, 128), places, to, overlap)
+    fed = replace(target, key_transform=KeyTransform(*matrices, torch.empty(8, 128), torch.empty(8, 64, 64)))
+    transform_store.transform_store(bf16(num_tokens, 32, 128), bf16(num_tokens, 8, 128), fed, overlap)
     layer, down, gate_up = SmallLinear(bf16(6144, 4096), bf16(6144)), SmallLinear(bf16(4096, 12288)), bf16(24576, 4096)
     apply_small_linear(x, layer, NormBefore(gain, 1e-6, x.clone()), bf16(num_tokens, 6144), overlap)
     apply_small_linear(bf16(num_tokens, 12288), down, None, bf16(num_tokens, 4096), overlap)

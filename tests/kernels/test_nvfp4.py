@@ -1,10 +1,13 @@
 """The nvfp4 format in torch, against its table of elements and the search for the nearest one."""
 
+import dataclasses
+
 import pytest
 import torch
 from doubles_attention import E2M1 as ELEMENTS
 from torch import Tensor
 
+from aserve.kernels.key_transform import KeyTransform
 from aserve.kernels.nvfp4 import BlockScales, dequantise, quantise
 from aserve.kernels.operators import KVTarget, Operators
 
@@ -97,3 +100,28 @@ def test_keys_and_values_are_stored_where_they_belong(is_head_major: bool) -> No
         assert (found - new).abs().max() < 0.25 * new.abs().max()
         untouched = [slot for slot in range(12) if slot not in slots]
         assert (stored.flatten(0, 1)[untouched] == 7).all()
+
+
+def test_second_halves_of_keys_are_stored_with_what_is_fed_back() -> None:
+    """First halves and values are those of a store without a feedback; second halves answer the errors of the first."""
+    torch.manual_seed(0)
+    feedback = torch.randn(2, 32, 32)
+    transform = KeyTransform(torch.eye(64).expand(2, -1, -1), torch.eye(64).expand(2, -1, -1), torch.zeros(2, 64))
+    k, v, slots = torch.randn(5, 2, 64), torch.randn(5, 2, 64), torch.tensor([7, 2, 3, 0, 5])
+
+    def store(feedback: Tensor | None, keys: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = BlockScales(*(torch.zeros(2, 4, 2, 4, dtype=torch.float8_e4m3fn) for _ in range(2)))
+        pages = [torch.zeros(2, 4, 2, 32, dtype=torch.uint8) for _ in range(2)]
+        target = KVTarget(*pages, slots, 0.25, 0.5, blocks, dataclasses.replace(transform, feedback=feedback))
+        Operators().store_kv(keys, v, target)
+        key, value = (read(*both).flatten(0, 1)[slots] for both in zip(pages, (blocks.key, blocks.value), strict=True))
+        return 0.25 * key, 0.5 * value
+
+    plain_key, plain_value = store(None, k)
+    key, value = store(feedback, k)
+    assert torch.equal(value, plain_value)
+    assert torch.equal(key[..., :32], plain_key[..., :32])
+    errors = key[..., :32] - k[..., :32].double()
+    fed = k[..., 32:].double() + torch.einsum("tkd,kde->tke", errors, feedback.double())
+    expected, _ = store(None, torch.cat((k[..., :32], fed.float()), dim=-1))
+    torch.testing.assert_close(key, expected)

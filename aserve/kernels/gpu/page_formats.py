@@ -16,18 +16,21 @@ def convert(values, scale, DTYPE: tl.constexpr, IS_SCALED: tl.constexpr):
 @triton.jit
 def store_packed(values, scale, pages, block_scales, places, is_kept, WIDTH: tl.constexpr):
     """Write values [rows, WIDTH or more] as nvfp4, where ``is_kept`` [rows]; rows begin at ``places``, in bytes."""
+    store_divided(divide(values, scale), pages, block_scales, places, is_kept, WIDTH)
+
+
+@triton.jit
+def divide(values, scale):
+    """Return values / scale in float32, rounded as torch does."""
+    return tl.div_rn(values.to(tl.float32), tl.zeros_like(values).to(tl.float32) + scale)
+
+
+@triton.jit
+def store_divided(values, pages, block_scales, places, is_kept, WIDTH: tl.constexpr):
+    """Do what ``store_packed`` does with values that are divided by the scale already."""
     NUM_ROWS: tl.constexpr = values.shape[0]
     NUM_BLOCKS: tl.constexpr = values.shape[1] // 16
-    values = tl.div_rn(values.to(tl.float32), tl.zeros_like(values).to(tl.float32) + scale)
-    blocks = tl.reshape(values, [NUM_ROWS, NUM_BLOCKS, 16])
-    largest = tl.max(tl.abs(blocks), 2)
-    usual_bits = _round_to_e4m3(tl.minimum(tl.div_rn(largest, tl.zeros_like(largest) + 6.0), 448.0))
-    codes, least = _round_blocks(blocks, usual_bits)
-    bits = usual_bits
-    # Those of nvfp4.SCALE_STEPS behind the usual one.
-    codes, bits, least = _try_scales(blocks, usual_bits - 1, codes, bits, least)
-    codes, bits, least = _try_scales(blocks, usual_bits + 4, codes, bits, least)
-    codes, bits, least = _try_scales(blocks, usual_bits + 5, codes, bits, least)
+    codes, bits = _quantise(tl.reshape(values, [NUM_ROWS, NUM_BLOCKS, 16]))
     new_scales = bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     low, high = tl.split(tl.reshape(codes, [NUM_ROWS, NUM_BLOCKS * 8, 2]))
     pair = tl.arange(0, NUM_BLOCKS * 8)
@@ -40,6 +43,33 @@ def store_packed(values, scale, pages, block_scales, places, is_kept, WIDTH: tl.
     # A head has a scale for every 8 bytes, and so has all before it.
     to_scales = block_scales + (places // 8)[:, None] + block[None, :]
     tl.store(to_scales, new_scales, mask=is_kept[:, None] & (block < WIDTH // 16)[None, :])
+
+
+@triton.jit
+def packing_errors(values):
+    """Return by how much ``store_divided`` moves values [rows, channels], float32."""
+    NUM_ROWS: tl.constexpr = values.shape[0]
+    NUM_BLOCKS: tl.constexpr = values.shape[1] // 16
+    blocks = tl.reshape(values, [NUM_ROWS, NUM_BLOCKS, 16])
+    codes, bits = _quantise(blocks)
+    divisors = tl.zeros_like(blocks) + _read_scales(bits)[:, :, None]
+    sizes = _read_sizes(codes) * divisors
+    errors = tl.where((codes & 8) != 0, -sizes, sizes) - blocks
+    return tl.reshape(errors, [NUM_ROWS, NUM_BLOCKS * 16])
+
+
+@triton.jit
+def _quantise(blocks):
+    """Return the codes of blocks [rows, blocks, 16] and the bits of their scales."""
+    largest = tl.max(tl.abs(blocks), 2)
+    usual_bits = _round_to_e4m3(tl.minimum(tl.div_rn(largest, tl.zeros_like(largest) + 6.0), 448.0))
+    codes, least = _round_blocks(blocks, usual_bits)
+    bits = usual_bits
+    # Those of nvfp4.SCALE_STEPS behind the usual one.
+    codes, bits, least = _try_scales(blocks, usual_bits - 1, codes, bits, least)
+    codes, bits, least = _try_scales(blocks, usual_bits + 4, codes, bits, least)
+    codes, bits, least = _try_scales(blocks, usual_bits + 5, codes, bits, least)
+    return codes, bits
 
 
 @triton.jit
@@ -68,13 +98,24 @@ def _try_scales(blocks, new_bits, codes, bits, least):
 @triton.jit
 def _round_blocks(blocks, scale_bits):
     """Return the codes of blocks [rows, blocks, 16] with these e4m3 scales, and the sums of their squared errors."""
-    scales = scale_bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    divisors = tl.zeros_like(blocks) + scales[:, :, None]
+    divisors = tl.zeros_like(blocks) + _read_scales(scale_bits)[:, :, None]
     codes = _round_to_codes(tl.where(divisors > 0.0, tl.div_rn(blocks, tl.where(divisors > 0.0, divisors, 1.0)), 0.0))
+    errors = _read_sizes(codes) * divisors - tl.abs(blocks)
+    return codes, tl.sum(errors * errors, 2)
+
+
+@triton.jit
+def _read_scales(bits):
+    """Return the e4m3 numbers of these bits, float32."""
+    return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _read_sizes(codes):
+    """Return what e2m1 codes stand for without their sign, float32."""
     size = codes & 7
     quarters = tl.where(size < 2, 2 * size, (2 + (size & 1)) << (size >> 1))
-    errors = quarters.to(tl.float32) * 0.25 * divisors - tl.abs(blocks)
-    return codes, tl.sum(errors * errors, 2)
+    return quarters.to(tl.float32) * 0.25
 
 
 @triton.jit
