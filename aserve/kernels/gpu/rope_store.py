@@ -36,17 +36,8 @@ def can_store(
         and cos_sin.dtype == torch.float32
         and all(tensor.is_contiguous() for tensor in (cos_sin, positions, target.slot_mapping))
         and _can_pack(heads, target)
-        and _can_transform(target)
         and (norms is None or norms.query.dtype == norms.key.dtype in (qkv.dtype, torch.float32))
     )
-
-
-def _can_transform(target: KVTarget) -> bool:
-    """Whether transformed keys are not to be packed, which on an H200 left wrong elements for some shapes.
-
-    What is known to have caused that is mended in ``page_formats``, but that has not run on a GPU.
-    """
-    return target.key_transform is None or target.block_scales is None or bool(triton.knobs.runtime.interpret)
 
 
 def _can_pack(heads: HeadLayout, target: KVTarget) -> bool:
