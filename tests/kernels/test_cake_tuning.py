@@ -219,9 +219,7 @@ def test_rows_are_measured_within_what_they_serve() -> None:
 def test_a_row_is_measured_on_the_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its present launch and one other, each against the plain kernel's result."""
     for module in (decode_candidates, prefill_candidates):
-        monkeypatch.setattr(
-            module, "candidates", lambda row, capability, find=module.candidates: find(row, capability)[:2]
-        )
+        monkeypatch.setattr(module, "candidates", lambda *given, find=module.candidates: find(*given)[:2])
     output = tmp_path / "gpu.toml"
     assert tune.main(["--rows", name, "--output", str(output), "--jobs", "1"]) == 0
     (launch,) = read_launches(output).values()
