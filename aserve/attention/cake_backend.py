@@ -25,7 +25,14 @@ from aserve.attention.cake_choice import refuse_decodes, refuse_prefill
 from aserve.attention.cake_chunks import CakeChunks, ChunkPlan
 from aserve.attention.cake_decodes import CakeDecodes, DecodePlan, Decodes
 from aserve.kernels.cake.architectures import refuse_architecture
-from aserve.kernels.cake.attention_call import MAX_PAGE_SIZE, AttentionCall, KVPages, PagedBatch, ScoreRules
+from aserve.kernels.cake.attention_call import (
+    MAX_PAGE_SIZE,
+    AttentionCall,
+    KVPages,
+    PagedBatch,
+    ScoreRules,
+    prefers_head_major,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +62,7 @@ class CakeBackend(AttentionBackend):
     def __init__(self, problem: AttentionProblem, device: torch.device, phases: tuple[Phase, ...] = PHASES) -> None:
         super().__init__(problem, device, phases)
         self._decodes: Decodes | None = _make_decodes(problem, device) if "decode" in phases else None
-        if isinstance(self._decodes, BlackwellDecodes):
+        if isinstance(self._decodes, BlackwellDecodes) or prefers_head_major(problem.kv_dtype):
             self.kv_order = "HND"
         self._chunks = CakeChunks(problem, device) if "prefill" in phases else None
         self._rows = torch.arange(problem.max_num_seqs, dtype=torch.int32, device=device)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aserve.kernels.nvfp4 import HEAD_GRAIN, BlockScales
+from aserve.kernels.nvfp4 import HEAD_GRAIN, BlockScales, element_bytes
 
 MAX_PAGE_SIZE = 256
 
@@ -62,6 +62,11 @@ class KVPages:
         if blocks is None:
             return self.keys, self.values, None, None
         return self.keys.view(torch.int32), self.values.view(torch.int32), blocks.key, blocks.value
+
+
+def prefers_head_major(kv_dtype: torch.dtype) -> bool:
+    """Whether pages are read faster where all tokens of a head lie together: with few bits a token's part is short."""
+    return element_bytes(kv_dtype) <= 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from aserve.kernels.cake.attention_call import KVPages
+from aserve.kernels.cake.attention_call import KVPages, prefers_head_major
 from aserve.kernels.nvfp4 import NVFP4, BlockScales, quantise
 
 NUM_KV_HEADS, GROUP, PAGE_SIZE = 8, 4, 16
@@ -14,12 +14,14 @@ SEED = 0
 
 
 def draw_pages(shape: tuple[int, int, int, int], kv_dtype: torch.dtype, generator: torch.Generator) -> KVPages:
-    """Return keys and values, normal ones, for ``shape`` [pages, page_size, K, D] in ``kv_dtype``."""
-    keys, values = (torch.randn(shape, generator=generator, device=generator.device) for _ in range(2))
+    """Return keys and values, normal ones, for ``shape`` [pages, page_size, K, D] in ``kv_dtype``, as they lie best."""
+    order = (0, 2, 1, 3) if prefers_head_major(kv_dtype) else (0, 1, 2, 3)
+    sizes = [shape[place] for place in order]
+    keys, values = (torch.randn(sizes, generator=generator, device=generator.device) for _ in range(2))
     if kv_dtype != NVFP4:
-        return KVPages(keys.to(kv_dtype), values.to(kv_dtype))
-    (packed_keys, key_blocks), (packed_values, value_blocks) = quantise(keys, 1.0), quantise(values, 1.0)
-    return KVPages(packed_keys, packed_values, block_scales=BlockScales(key_blocks, value_blocks))
+        return KVPages(keys.to(kv_dtype).permute(order), values.to(kv_dtype).permute(order))
+    packed = [part.permute(order) for drawn in (keys, values) for part in quantise(drawn, 1.0)]
+    return KVPages(packed[0], packed[2], block_scales=BlockScales(packed[1], packed[3]))
 
 
 def copy_pages(pages: KVPages) -> KVPages:
