@@ -36,15 +36,21 @@ def merge_decode(
     QUERIES: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     MIN_UNITS: tl.constexpr,
+    BY_PAIR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """There is a program for each border of shares and row of a tile. The pair that the border cuts is its own if no
-    border before cuts that pair too.
+    """There is a program for each row of a tile and, if BY_PAIR, for each pair.
+
+    Else there is one for each border of shares. The pair that the border cuts is its own if no border before cuts that
+    pair too.
     """
-    part, row = tl.program_id(0), tl.program_id(1)
-    is_cut, kv_head, seq, first, last = _find_cut(
-        part, starts, first_seqs, num_seqs, num_programs, NUM_KV_HEADS, QUERIES, MIN_UNITS
-    )
+    place, row = tl.program_id(0), tl.program_id(1)
+    if BY_PAIR:
+        is_cut, kv_head, seq, first, last = _find_parts(place, starts, num_seqs, num_programs, NUM_KV_HEADS, MIN_UNITS)
+    else:
+        is_cut, kv_head, seq, first, last = _find_cut(
+            place, starts, first_seqs, num_seqs, num_programs, NUM_KV_HEADS, QUERIES, MIN_UNITS
+        )
     if OVERLAP:
         gdc_wait()
     if is_cut:
@@ -67,6 +73,19 @@ def merge_decode(
             tl.store(out + rows * HEAD_DIM + elements, output.to(out.dtype.element_ty), mask=is_inside)
             if WRITES_LSE:
                 tl.store(lse + rows, (greatest + tl.log2(denominator)) * LN_2)
+
+
+@triton.jit
+def _find_parts(pair, starts, num_seqs, num_programs, NUM_KV_HEADS: tl.constexpr, MIN_UNITS: tl.constexpr):
+    """Return whether any border cuts a pair, the pair, and who has its blocks."""
+    seq, kv_head = pair // NUM_KV_HEADS, pair % NUM_KV_HEADS
+    total = tl.load(starts + num_seqs) * NUM_KV_HEADS
+    start = tl.load(starts + seq)
+    num_units = tl.load(starts + seq + 1) - start
+    unit = start * NUM_KV_HEADS + kv_head * num_units
+    first = find_owner(unit + START_UNITS, total, num_programs, MIN_UNITS)
+    last = find_owner(unit + num_units - 1, total, num_programs, MIN_UNITS)
+    return first < last, kv_head, seq, first, last
 
 
 @triton.jit

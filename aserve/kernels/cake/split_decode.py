@@ -14,7 +14,10 @@ from aserve.kernels.cake.split_launch import SplitLaunch
 from aserve.kernels.cake.variant import UNBOUNDED, check_block_len, row_width
 from aserve.kernels.gpu.launch import can_overlap, launch_options
 
-MERGED_ELEMENTS = 8192  # of partial results, that the merge reads at once
+# How much of partial results the merge reads at once, by how many warps. Few pairs may be in many parts each. Of many
+# pairs some are cut, into two or three parts; there it counts that all programs of the merge run at once.
+FEW_PAIRS_ELEMENTS, FEW_PAIRS_WARPS = 8192, 4
+MANY_PAIRS_ELEMENTS, MANY_PAIRS_WARPS = 1024, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,11 @@ def _launch_split(call: AttentionCall, launch: SplitLaunch, schedule: DecodeSche
 
 def _launch_merge(call: AttentionCall, launch: SplitLaunch, schedule: DecodeSchedule, partials: PartialResults) -> None:
     num_programs, width = len(schedule.first_seqs), row_width(call.q.shape[2])
-    overlap = can_overlap(call.q.device)
-    merge_decode[(num_programs, schedule.max_queries * call.group)](
+    num_pairs, overlap = len(call.batch.rows) * call.num_kv_heads, can_overlap(call.q.device)
+    # How many sequences have several queries differs from step to step, and none may have to compile first.
+    are_few = num_pairs <= num_programs and schedule.max_queries == 1
+    num_elements = FEW_PAIRS_ELEMENTS if are_few else MANY_PAIRS_ELEMENTS
+    merge_decode[(num_pairs if are_few else num_programs, schedule.max_queries * call.group)](
         call.out,
         _or(call.lse, partials.lses),
         _or(call.batch.cu_query_lens, call.batch.key_lens),
@@ -120,10 +126,11 @@ def _launch_merge(call: AttentionCall, launch: SplitLaunch, schedule: DecodeSche
         PER_WORD=call.pages.per_word,
         WIDTH=width,
         QUERIES=schedule.max_queries,
-        SPLIT_BLOCK=max(MERGED_ELEMENTS // width, 1),
+        SPLIT_BLOCK=max(num_elements // width, 1),
         MIN_UNITS=launch.min_units,
+        BY_PAIR=are_few,
         OVERLAP=overlap,
-        num_warps=4,
+        num_warps=FEW_PAIRS_WARPS if are_few else MANY_PAIRS_WARPS,
         **launch_options(overlap),
     )
 
