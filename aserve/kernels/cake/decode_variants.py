@@ -16,6 +16,9 @@ UP_TO_128 = (80, 96, 112, 128)  # multiples of 16, so that keys are copied 16 by
 ALL_DTYPES = (*SAME_16_BIT, *ON_8_BIT, *ON_4_BIT, (FP32, FP32), (FP32, FP8), (FP32, NVFP4))
 
 
+# Launches that compile for Hopper without spilling; the files of launches (tuned_launches.py) say what was measured.
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeVariant(Variant):
     """One row. Windows, soft-caps, sinks, scales and page sizes are constants or arguments of every kernel here."""
@@ -34,7 +37,6 @@ DECODE_VARIANTS = (
     DecodeVariant("decode-8-d64", ON_8_BIT, (64,), 64, SplitLaunch(128, 4, 5, 4)),
     DecodeVariant("decode-8-d128", ON_8_BIT, UP_TO_128, 64, SplitLaunch(64, 2, 5, 5)),
     DecodeVariant("decode-8-d256", ON_8_BIT, (256,), 32, SplitLaunch(64, 4, 5, 2)),
-    # Chosen by what compiles, but for the one of 128, of which four launches were measured.
     DecodeVariant("decode-4-d64", ON_4_BIT, (64,), 64, SplitLaunch(128, 4, 5, 4)),
     DecodeVariant("decode-4-d128", ON_4_BIT, (96, 128), 64, SplitLaunch(64, 2, 5, 6)),
     DecodeVariant("decode-4-d256", ON_4_BIT, (256,), 32, SplitLaunch(64, 4, 5, 2)),
@@ -43,8 +45,7 @@ DECODE_VARIANTS = (
 
 MAX_QUERIES = 8  # of a sequence
 
-# For the last few queries of each sequence, as when drafts are verified. What they do not serve, prefill does. Launches
-# that compile for Hopper without spilling; which are the fastest has not been measured.
+# For the last few queries of each sequence, as when drafts are verified. What they do not serve, prefill does.
 SEVERAL_VARIANTS = (
     DecodeVariant("several-16-d64", SAME_16_BIT, (64,), 64, SplitLaunch(128, 4, 4, 2)),
     DecodeVariant("several-16-d128", SAME_16_BIT, UP_TO_128, 64, SplitLaunch(64, 4, 4, 2)),
