@@ -37,7 +37,9 @@ PREFERENCES = {  # what "auto" tries, best first, by the device's type or, on CU
     "cuda 10.0": ("trtllm", "fi", "torch"),
     "cuda 10.3": ("trtllm", "fi", "torch"),
 }
-FP8_PREFERENCES = {"cuda 9.0": ("cake",)}  # for pages of e4m3, before all others, where that was measured to be faster
+# Before all others where they were measured to be faster: for pages of e4m3, and for those of 16 bits by size of heads.
+FP8_PREFERENCES = {"cuda 9.0": ("cake",)}
+HEAD_PREFERENCES = {("cuda 9.0", 128): ("fa,cake", "fi,cake")}
 OWN_PREFERENCES = ("cake",)  # on CUDA before "torch", which comes last: for what the libraries do not serve
 SINK_PREFERENCES = ("fa,cake", "cake")  # the same for layers with sinks
 TABLE_PHASES: dict[str, Phase] = {"decode": "decode", "several": "prefill", "prefill": "prefill"}  # drafts are chunks
@@ -181,9 +183,17 @@ def preferences(problem: AttentionProblem) -> tuple[str, ...]:
     usual = PREFERENCES.get(_describe(problem), PREFERENCES[problem.device_type])
     if problem.device_type != "cuda":
         return usual
-    faster = FP8_PREFERENCES.get(_describe(problem), ()) if problem.kv_dtype == torch.float8_e4m3fn else ()
+    faster = _faster(problem, _describe(problem))
     has_sinks = any(kind.has_sinks for kind in problem.kinds)
     return (*faster, *usual[:-1], *(SINK_PREFERENCES if has_sinks else OWN_PREFERENCES), usual[-1])
+
+
+def _faster(problem: AttentionProblem, gpu: str) -> tuple[str, ...]:
+    if problem.kv_dtype == torch.float8_e4m3fn:
+        return FP8_PREFERENCES.get(gpu, ())
+    head_dims = {kind.head_dim for kind in problem.kinds}
+    is_16_bit = problem.kv_dtype in (torch.float16, torch.bfloat16)
+    return HEAD_PREFERENCES.get((gpu, min(head_dims)), ()) if is_16_bit and len(head_dims) == 1 else ()
 
 
 def _describe(problem: AttentionProblem) -> str:
