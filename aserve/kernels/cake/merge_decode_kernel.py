@@ -5,7 +5,7 @@ Parts are read in the order of programs, so the same step gives the same bits.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from aserve.kernels.cake.decode_schedule import START_UNITS, find_first_unit, find_owner, find_pair, skip_empty
 from aserve.kernels.cake.kv_blocks import load_scale, mask_channels
@@ -44,6 +44,8 @@ def merge_decode(
     Else there is one for each border of shares. The pair that the border cuts is its own if no border before cuts that
     pair too.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     place, row = tl.program_id(0), tl.program_id(1)
     if BY_PAIR:
         is_cut, kv_head, seq, first, last = _find_parts(place, starts, num_seqs, num_programs, NUM_KV_HEADS, MIN_UNITS)
