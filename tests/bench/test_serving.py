@@ -26,6 +26,7 @@ def bench(*flags: str, step_time_s: float = STEP_S) -> int:
     return codes[0]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("transport", [["--transport", "sse"], ["--transport", "ws"], ["--endpoint", "completions"]])
 @pytest.mark.parametrize("arrival", [["--concurrency", "4"], ["--request-rate", "100"]], ids=["closed", "open"])
 def test_every_request_and_token_is_counted(
