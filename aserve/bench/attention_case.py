@@ -173,7 +173,7 @@ def _take(pool: Tensor, pages: Tensor) -> Tensor:
 
 
 def _token_first(pool: Tensor) -> Tensor:
-    return pool.clone()
+    return pool.clone(memory_format=torch.contiguous_format)  # whatever order was drawn
 
 
 def _head_first(pool: Tensor) -> Tensor:

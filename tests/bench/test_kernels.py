@@ -83,12 +83,13 @@ def test_pages_of_nvfp4_are_what_the_torch_backend_reads(order: KVOrder) -> None
     assert copied.key.transpose(1, 2).is_contiguous() == (order == "HND")
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("order", ["NHD", "HND"])
-def test_pages_lie_in_the_order_that_a_backend_wants(order: KVOrder) -> None:
-    case = make_case(setup(), StepShape.parse("decode", "2x21"))
+def test_pages_lie_in_the_order_that_a_backend_wants(order: KVOrder, kv_dtype: torch.dtype) -> None:
+    case = make_case(setup(kv_dtype=kv_dtype), StepShape.parse("decode", "2x21"))
     layer_kv = case.in_order(order)
-    assert torch.equal(layer_kv.key, case.layer_kv.key)
-    assert torch.equal(layer_kv.value, case.layer_kv.value)
+    assert torch.equal(layer_kv.key.float(), case.layer_kv.key.float())
+    assert torch.equal(layer_kv.value.float(), case.layer_kv.value.float())
     assert layer_kv.key.data_ptr() != case.layer_kv.key.data_ptr()
     lies = layer_kv.value if order == "NHD" else layer_kv.value.transpose(1, 2)
     assert lies.is_contiguous()

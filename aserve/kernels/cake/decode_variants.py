@@ -16,9 +16,6 @@ UP_TO_128 = (80, 96, 112, 128)  # multiples of 16, so that keys are copied 16 by
 ALL_DTYPES = (*SAME_16_BIT, *ON_8_BIT, *ON_4_BIT, (FP32, FP32), (FP32, FP8), (FP32, NVFP4))
 
 
-# Launches that compile for Hopper without spilling; the files of launches (tuned_launches.py) say what was measured.
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeVariant(Variant):
     """One row. Windows, soft-caps, sinks, scales and page sizes are constants or arguments of every kernel here."""
@@ -26,6 +23,7 @@ class DecodeVariant(Variant):
     launch: SplitLaunch | None  # of the split kernel; None is the plain kernel
 
 
+# Launches that compile for Hopper without spilling; the files of launches (tuned_launches.py) say what was measured.
 DECODE_VARIANTS = (
     DecodeVariant("decode-16-d64-short", SAME_16_BIT, (64,), 16, SplitLaunch(128, 4, 3, 3, 1), max_keys=128),
     DecodeVariant("decode-16-d64", SAME_16_BIT, (64,), 64, SplitLaunch(128, 4, 5, 2)),
