@@ -25,6 +25,7 @@ from aserve.attention.base import (
     AttentionProblem,
     AttentionSpec,
     CaptureShape,
+    KVOrder,
     LayerKV,
     LseBase,
     Phase,
@@ -32,7 +33,7 @@ from aserve.attention.base import (
 from aserve.attention.cake_backend import CakeBackend
 from aserve.attention.hybrid import HybridBackend
 from aserve.attention.torch_backend import TorchBackend
-from aserve.kernels.nvfp4 import NVFP4
+from aserve.kernels.nvfp4 import NVFP4, BlockScales
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -147,12 +148,33 @@ def test_chunks_alone() -> None:
     check(*backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True), case, spec)
 
 
+def lay_head_first(layer_kv: LayerKV) -> LayerKV:
+    """Return the same pages in memory where a head's tokens lie together."""
+
+    def turn(pages: Tensor) -> Tensor:
+        return pages.transpose(1, 2).contiguous().transpose(1, 2)
+
+    blocks = layer_kv.block_scales
+    turned = None if blocks is None else BlockScales(turn(blocks.key), turn(blocks.value))
+    return dataclasses.replace(layer_kv, key=turn(layer_kv.key), value=turn(layer_kv.value), block_scales=turned)
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
 @pytest.mark.parametrize("kv_dtype", [FP8, NVFP4], ids=["fp8", "nvfp4"])
-def test_pages_of_few_bits(kv_dtype: torch.dtype) -> None:
+def test_pages_of_few_bits(kv_dtype: torch.dtype, order: KVOrder) -> None:
+    """Alone the backend has a head's tokens together; in a pair it reads what the other one reads."""
     spec = make_spec(4, 2, 64)
     case = mixed(spec, [128, 40], [(20, 50)], kv_dtype=kv_dtype, scales=(0.25, 0.5))
     backend = make_backend(spec, kv_dtype=kv_dtype)
-    check(*backend.forward(case.q, case.layer_kv, backend.plan(case.batch), spec, return_lse=True), case, spec)
+    oracle = TorchBackend(backend.problem, backend.device)
+    assert backend.kv_order == "HND"
+    assert [HybridBackend(*pair).kv_order for pair in ((backend, oracle), (oracle, backend))] == ["NHD", "NHD"]
+    layer_kv = lay_head_first(case.layer_kv) if order == "HND" else case.layer_kv
+    check(*backend.forward(case.q, layer_kv, backend.plan(case.batch), spec, return_lse=True), case, spec)
+
+
+def test_pages_of_16_bits_have_the_heads_of_a_token_together() -> None:
+    assert make_backend(make_spec(4, 2, 64)).kv_order == "NHD"
 
 
 def test_layers_of_two_kinds_share_a_step() -> None:
