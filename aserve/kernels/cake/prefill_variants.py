@@ -16,7 +16,8 @@ class PrefillVariant(Variant):
     launch: PrefillLaunch | None  # None: small tiles that fit any GPU, in any dtype
 
 
-PREFILL_VARIANTS = (  # launches that compile for Hopper without spilling; which are the fastest has not been measured
+# Launches that compile for Hopper without spilling; the files of launches (tuned_launches.py) say what was measured.
+PREFILL_VARIANTS = (
     PrefillVariant("prefill-16-d64", SAME_16_BIT, range(1, 65), ANY_GROUP, PrefillLaunch(128, 64, 4, 3)),
     PrefillVariant("prefill-16-d128", SAME_16_BIT, range(65, 129), ANY_GROUP, PrefillLaunch(128, 128, 8, 3)),
     PrefillVariant("prefill-16-d256", SAME_16_BIT, range(129, 257), ANY_GROUP, PrefillLaunch(128, 32, 8, 3)),
