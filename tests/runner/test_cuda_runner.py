@@ -181,7 +181,7 @@ def test_graphs_equal_eager_steps_for_every_batch_size(files: ModelFiles, backen
     params = SamplingParams(temperature=0.0, logprobs=1)
     dirt = [[90 - i] * 6 for i in range(24)]
     tolerance = 1e-4 if backend == "torch" else 3e-2
-    num_same, num_all = 0, 0
+    num_swaps = 0 if backend == "torch" else 1  # in a batch too small for a share to allow any
     for count in range(1, 25):
         prompts = [[5 + i, count, *range(1, 3 + i % 5)] for i in range(count)]
         run_all(captured, decodes(dirt, params))
@@ -196,8 +196,7 @@ def test_graphs_equal_eager_steps_for_every_batch_size(files: ModelFiles, backen
                 assert a.logprob == pytest.approx(b.logprob, abs=tolerance)
                 if a.token_id != b.token_id:
                     same.remove(place)
-        num_same, num_all = num_same + len(same), num_all + count
-    assert num_same >= num_all * 0.7
+        assert count - len(same) <= max(count * 0.3, num_swaps)
     captured.close()
     eager.close()
 
