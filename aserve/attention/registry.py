@@ -180,15 +180,17 @@ def _choose(problem: AttentionProblem, device: torch.device) -> AttentionBackend
 
 def preferences(problem: AttentionProblem) -> tuple[str, ...]:
     """Return what "auto" tries for ``problem``, best first."""
-    usual = PREFERENCES.get(_describe(problem), PREFERENCES[problem.device_type])
+    gpu = _describe(problem)
+    usual = PREFERENCES.get(gpu, PREFERENCES[problem.device_type])
     if problem.device_type != "cuda":
         return usual
-    faster = _faster(problem, _describe(problem))
+    faster = _faster(problem, gpu)
     has_sinks = any(kind.has_sinks for kind in problem.kinds)
     return (*faster, *usual[:-1], *(SINK_PREFERENCES if has_sinks else OWN_PREFERENCES), usual[-1])
 
 
 def _faster(problem: AttentionProblem, gpu: str) -> tuple[str, ...]:
+    """Return what was measured to be faster than the usual choice, if it serves ``problem``."""
     if problem.kv_dtype == torch.float8_e4m3fn:
         return FP8_PREFERENCES.get(gpu, ())
     head_dims = {kind.head_dim for kind in problem.kinds}
