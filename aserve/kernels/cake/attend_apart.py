@@ -7,6 +7,7 @@ unpacks are parts of its own warp's products, so it never passes through shared 
 import triton
 import triton.language as tl
 
+from aserve.kernels.cake.kv_blocks import find_places, load_page_of
 from aserve.kernels.cake.kv_factors import (
     arrange_channels,
     arrange_weights,
@@ -14,7 +15,7 @@ from aserve.kernels.cake.kv_factors import (
     load_values,
     restore_channels,
 )
-from aserve.kernels.cake.softmax import scale_scores
+from aserve.kernels.cake.softmax import LOG2_E, scale_scores
 
 
 @triton.jit
@@ -56,34 +57,33 @@ def attend_apart(
     IS_COMPILED: tl.constexpr = FACTOR == tl.float16  # noqa: SIM300 - no constant; see factor_dtype
     queries = tl.broadcast_to(arrange_channels(queries, PER_WORD)[None, :, :], [WARPS, ROWS, WIDTH])
     scale *= 1 / 256  # elements are larger by this than ``load_scale`` expects
+    factor = 1.0 if HAS_SOFTCAP else scale * LOG2_E
     greatest = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([WARPS, ROWS], tl.float32)
     output = tl.zeros([WARPS, WIDTH, ROWS], tl.float32)
     for begin in range(first, first + count * BLOCK_LEN, BLOCK_LEN):
         positions = begin + tl.arange(0, BLOCK_LEN)
-        is_key = positions < key_len
-        unsigned = positions.to(tl.uint32)
-        pages = tl.load(table_row + unsigned // PAGE_SIZE, mask=is_key, other=0)
-        offsets = (unsigned % PAGE_SIZE).to(tl.int32) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
-        block_keys = load_keys(
-            keys, key_blocks, pages, offsets, is_key, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, IS_COMPILED
-        )
+        nearest = tl.minimum(positions, key_len - 1)
+        pages = load_page_of(table_row, nearest, PAGE_SIZE)
+        in_page = find_places(nearest, kv_head, PAGE_SIZE, TOKEN_STRIDE, HEAD_STRIDE)
+        block_keys = load_keys(keys, key_blocks, pages, in_page, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, IS_COMPILED)
         block_keys = tl.reshape(block_keys, [WARPS, SHARE, WIDTH]).to(FACTOR)
-        products = tl.dot(queries, tl.permute(block_keys, (0, 2, 1)), input_precision="ieee")
-        scores = scale_scores(products, scale, softcap, HAS_SOFTCAP)
-        is_seen = tl.reshape(is_key, [WARPS, SHARE])[:, None, :]
+        scores = tl.dot(queries, tl.permute(block_keys, (0, 2, 1)), input_precision="ieee")
+        if HAS_SOFTCAP:
+            scores = scale_scores(scores, scale, softcap, HAS_SOFTCAP)
+        is_seen = tl.reshape(positions < key_len, [WARPS, SHARE])[:, None, :]
         if QUERIES > 1:
             distance = (key_len - num_queries + places)[:, None] - positions[None, :]
             is_near = tl.permute(tl.reshape((distance >= 0) & (distance < window), [ROWS, WARPS, SHARE]), (1, 0, 2))
             is_seen = is_seen & is_near
         scores = tl.where(is_seen, scores, float("-inf"))
-        new_greatest = tl.maximum(greatest, tl.max(scores, 2))
+        new_greatest = tl.maximum(greatest, tl.max(scores, 2) * factor)
         offset = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)  # a warp may have seen no key yet
         kept = tl.exp2(greatest - offset)
-        weights = tl.exp2(scores - offset[:, :, None])
+        weights = tl.exp2(scores * factor - offset[:, :, None])
         denominator = denominator * kept + tl.sum(weights, 2)
         block_values = load_values(
-            values, value_blocks, pages, offsets, is_key, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, IS_COMPILED
+            values, value_blocks, pages, in_page, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, IS_COMPILED
         )
         block_values = tl.reshape(block_values, [WARPS, SHARE, WIDTH]).to(FACTOR)
         weights = tl.permute(arrange_weights(weights.to(FACTOR), PER_WORD), (0, 2, 1))

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from aserve.kernels.cake.kv_blocks import find_offsets, load_block
-from aserve.kernels.cake.softmax import scale_scores
+from aserve.kernels.cake.kv_blocks import find_places, load_block, load_page_of
+from aserve.kernels.cake.softmax import LOG2_E, scale_scores
 
 
 @triton.jit
@@ -46,26 +46,31 @@ def attend_together(
     greatest = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, WIDTH], tl.float32)
+    factor = 1.0 if HAS_SOFTCAP else scale * LOG2_E
     for i in range(0, count):
         positions = first + i * BLOCK_LEN + tl.arange(0, BLOCK_LEN)
-        is_key = positions < key_len
-        offsets = find_offsets(table_row, positions, is_key, kv_head, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE)
-        block_keys = load_block(keys, key_blocks, offsets, is_key, HEAD_DIM, WIDTH, PER_WORD, FACTOR)
-        products = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
-        scores = scale_scores(products, scale, softcap, HAS_SOFTCAP)
-        is_seen = is_key[None, :]
+        nearest = tl.minimum(positions, key_len - 1)  # what is past the last key reads that one, with no mask
+        pages = load_page_of(table_row, nearest, PAGE_SIZE)
+        in_page = find_places(nearest, kv_head, PAGE_SIZE, TOKEN_STRIDE, HEAD_STRIDE)
+        block_keys = load_block(keys, key_blocks, pages, in_page, None, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, FACTOR)
+        scores = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
+        if HAS_SOFTCAP:
+            scores = scale_scores(scores, scale, softcap, HAS_SOFTCAP)
+        is_seen = (positions < key_len)[None, :]
         if QUERIES > 1:
             distance = (key_len - num_queries + places)[:, None] - positions[None, :]
             is_seen = is_seen & (distance >= 0) & (distance < window)
         scores = tl.where(is_seen, scores, float("-inf"))
-        new_greatest = tl.maximum(greatest, tl.max(scores, 1))
+        new_greatest = tl.maximum(greatest, tl.max(scores, 1) * factor)
         offset = new_greatest
         if QUERIES > 1:  # a row may have seen no key yet
             offset = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)
         kept = tl.exp2(greatest - offset)
-        weights = tl.exp2(scores - offset[:, None])
+        weights = tl.exp2(scores * factor - offset[:, None])
         denominator = denominator * kept + tl.sum(weights, 1)
-        block_values = load_block(values, value_blocks, offsets, is_key, HEAD_DIM, WIDTH, PER_WORD, FACTOR)
+        block_values = load_block(
+            values, value_blocks, pages, in_page, None, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, FACTOR
+        )
         output = tl.dot(weights.to(FACTOR), block_values, output * kept[:, None], input_precision="ieee")
         greatest = new_greatest
     return greatest, denominator, output

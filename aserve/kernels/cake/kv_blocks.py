@@ -5,19 +5,15 @@ import triton.language as tl
 
 
 @triton.jit
-def find_offsets(
-    table_row,
-    positions,
-    is_key,
-    kv_head,
-    PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr,
-):
-    """Return where the head of each of ``positions`` [L] begins."""
-    pages = tl.load(table_row + positions // PAGE_SIZE, mask=is_key, other=0)
-    return pages.to(tl.int64) * PAGE_STRIDE + (positions % PAGE_SIZE) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
+def find_places(positions, kv_head, PAGE_SIZE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr):
+    """Return where in its page the head of each of ``positions`` [L] begins."""
+    return (positions.to(tl.uint32) % PAGE_SIZE).to(tl.int32) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
+
+
+@triton.jit
+def load_page_of(table_row, positions, PAGE_SIZE: tl.constexpr):
+    """Return the page of each of ``positions`` [L]; of those below 0 page 0, which there always is."""
+    return tl.load(table_row + positions.to(tl.uint32) // PAGE_SIZE, mask=positions >= 0, other=0)
 
 
 @triton.jit
@@ -38,17 +34,15 @@ def load_pages(table_row, first, stop, BLOCK_LEN: tl.constexpr, PAGE_SIZE: tl.co
 
 
 @triton.jit
-def find_offsets_in(
-    pages,
+def find_block_places(
     first,
     kv_head,
     BLOCK_LEN: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
 ):
-    """Return the same as ``find_offsets`` for the positions whose ``pages`` have been loaded."""
+    """Return the same as ``find_places`` for BLOCK_LEN positions from ``first`` on, a multiple of it."""
     places = tl.arange(0, BLOCK_LEN)
     if PAGE_SIZE % BLOCK_LEN == 0:
         places = first % PAGE_SIZE + places
@@ -56,35 +50,40 @@ def find_offsets_in(
         places = places % PAGE_SIZE
     else:
         places = (first + places) % PAGE_SIZE
-    return pages.to(tl.int64) * PAGE_STRIDE + (places * TOKEN_STRIDE + kv_head * HEAD_STRIDE)
+    return places * TOKEN_STRIDE + kv_head * HEAD_STRIDE
 
 
 @triton.jit
 def load_block(
     stored,
     block_scales,
-    offsets,
+    pages,
+    places,
     is_key,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     PER_WORD: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Return keys or values [L, WIDTH] in ``DTYPE``, not yet scaled, with zeros past HEAD_DIM.
 
-    Where PER_WORD is not 1, ``stored`` are words of 4 elements of e4m3 or of 8 of nvfp4, as ``offsets`` count; what is
-    returned stands where ``find_channels`` says and is to be scaled by ``load_scale``.
+    They begin at ``places`` in ``pages``, [L] each, or one page of all. Where PER_WORD is not 1, ``stored`` are words
+    of 4 elements of e4m3 or of 8 of nvfp4, as places count; what is returned stands where ``find_channels`` says and
+    is to be scaled by ``load_scale``.
 
-    What no key of the sequence fills may be NaN: it is not read, not even to be given no weight.
+    What no key of the sequence fills may be NaN: it may not be read, not even to be given no weight. If not all are
+    keys of it, ``is_key`` says which, and there are zeros for the others.
     """
-    rows = _load_rows(stored, offsets, is_key, HEAD_DIM // PER_WORD, WIDTH // PER_WORD)
+    rows = load_rows(stored, pages, places, is_key, HEAD_DIM // PER_WORD, WIDTH // PER_WORD, PAGE_STRIDE)
     if PER_WORD == 1:
         return rows.to(DTYPE)
     elif PER_WORD == 4:
         return _unpack_bytes(rows).to(DTYPE)
     else:
         # A head has half as many scales as words, and so has all before it.
-        scales = _load_rows(block_scales, offsets // 2, is_key, HEAD_DIM // 16, WIDTH // 16).to(tl.float16)
+        scales = load_rows(block_scales, pages, places // 2, is_key, HEAD_DIM // 16, WIDTH // 16, PAGE_STRIDE // 2)
+        scales = scales.to(tl.float16)
         blocks = tl.reshape(_unpack_nibbles(rows), [rows.shape[0], WIDTH // 16, 16])
         return tl.reshape(blocks * scales[:, :, None], [rows.shape[0], WIDTH]).to(DTYPE)  # the product is exact
 
@@ -125,10 +124,16 @@ def load_scale(scale, kv_head, IS_PER_HEAD: tl.constexpr, PER_WORD: tl.constexpr
 
 
 @triton.jit
-def _load_rows(stored, offsets, is_key, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the LENGTH elements from each of ``offsets`` on, and zeros beside them."""
+def load_rows(stored, pages, places, is_key, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PAGE_STRIDE: tl.constexpr):
+    """Return LENGTH elements from each of ``places`` in their pages on; zeros beside them, and where there is no key.
+
+    Pages, the only part that differs among rows of a thread, are added last.
+    """
     elements = tl.arange(0, WIDTH)
-    pointers = stored + (offsets[:, None] + elements[None, :])
+    page_starts = pages.to(tl.int64) * PAGE_STRIDE
+    if len(pages.shape) == 1:
+        page_starts = page_starts[:, None]
+    pointers = stored + (places[:, None] + elements[None, :]) + page_starts
     if LENGTH < WIDTH:
         is_inside = (elements < LENGTH)[None, :]
         is_inside = is_inside if is_key is None else is_key[:, None] & is_inside

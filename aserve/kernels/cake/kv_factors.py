@@ -8,6 +8,8 @@ word; of values, a pair is one channel of two keys, since products are summed ov
 import triton
 import triton.language as tl
 
+from aserve.kernels.cake.kv_blocks import load_rows
+
 
 @triton.jit
 def load_keys(
@@ -15,7 +17,6 @@ def load_keys(
     block_scales,
     pages,
     places,
-    is_key,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
@@ -29,13 +30,11 @@ def load_keys(
     """
     LEN: tl.constexpr = places.shape[0]
     WORDS: tl.constexpr = WIDTH // PER_WORD
-    rows = _load_rows(words, pages, places, is_key, HEAD_DIM // PER_WORD, WORDS, PAGE_STRIDE).to(
-        tl.uint32, bitcast=True
-    )
+    rows = load_rows(words, pages, places, None, HEAD_DIM // PER_WORD, WORDS, PAGE_STRIDE).to(tl.uint32, bitcast=True)
     if PER_WORD == 4:
         pairs = _unpack(rows, None, PER_WORD, IS_COMPILED)
     else:
-        scales = _load_scales(block_scales, pages, places, is_key, HEAD_DIM, WIDTH, PAGE_STRIDE)
+        scales = _load_scales(block_scales, pages, places, HEAD_DIM, WIDTH, PAGE_STRIDE)
         scales = tl.broadcast_to((scales | scales << 16)[:, :, None], [LEN, WORDS // 2, 2])
         pairs = _unpack(rows, tl.reshape(scales, [LEN, WORDS]), PER_WORD, IS_COMPILED)
     low, high = _halves(pairs)
@@ -51,7 +50,6 @@ def load_values(
     block_scales,
     pages,
     places,
-    is_key,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
@@ -61,13 +59,13 @@ def load_values(
     """Return values [L, WIDTH] so, in the order of keys of ``arrange_weights``; see ``restore_channels``."""
     LEN: tl.constexpr = places.shape[0]
     WORDS: tl.constexpr = WIDTH // PER_WORD
-    rows = _load_rows(words, pages, places, is_key, HEAD_DIM // PER_WORD, WORDS, PAGE_STRIDE)
+    rows = load_rows(words, pages, places, None, HEAD_DIM // PER_WORD, WORDS, PAGE_STRIDE)
     even, odd = _split_keys(rows.to(tl.uint32, bitcast=True))
     first, last = _interleave(even, odd, IS_COMPILED)
     if PER_WORD == 4:
         first, last = _unpack(first, None, PER_WORD, IS_COMPILED), _unpack(last, None, PER_WORD, IS_COMPILED)
     else:
-        even, odd = _split_keys(_load_scales(block_scales, pages, places, is_key, HEAD_DIM, WIDTH, PAGE_STRIDE))
+        even, odd = _split_keys(_load_scales(block_scales, pages, places, HEAD_DIM, WIDTH, PAGE_STRIDE))
         scales = tl.broadcast_to((even | odd << 16)[:, :, None], [LEN // 2, WORDS // 2, 2])
         scales = tl.reshape(scales, [LEN // 2, WORDS])
         first, last = _unpack(first, scales, PER_WORD, IS_COMPILED), _unpack(last, scales, PER_WORD, IS_COMPILED)
@@ -127,25 +125,9 @@ def _unpack(words, scales, PER_WORD: tl.constexpr, IS_COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(stored, pages, places, is_key, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PAGE_STRIDE: tl.constexpr):
-    """Return LENGTH elements from each of ``places`` in their pages on; zeros beside them, and where there is no key.
-
-    Pages, the only part that differs among rows of a thread, are added last.
-    """
-    elements = tl.arange(0, WIDTH)
-    pointers = stored + (places[:, None] + elements[None, :]) + (pages.to(tl.int64) * PAGE_STRIDE)[:, None]
-    is_inside = is_key[:, None]
-    if LENGTH < WIDTH:
-        is_inside = is_inside & (elements < LENGTH)[None, :]
-    return tl.load(pointers, mask=is_inside, other=0.0)
-
-
-@triton.jit
-def _load_scales(
-    block_scales, pages, places, is_key, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE_STRIDE: tl.constexpr
-):
+def _load_scales(block_scales, pages, places, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE_STRIDE: tl.constexpr):
     """Return the bits of the scales [L, WIDTH / 16] as float16; a head has half as many as words."""
-    scales = _load_rows(block_scales, pages, places // 2, is_key, HEAD_DIM // 16, WIDTH // 16, PAGE_STRIDE // 2)
+    scales = load_rows(block_scales, pages, places // 2, None, HEAD_DIM // 16, WIDTH // 16, PAGE_STRIDE // 2)
     return scales.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from aserve.kernels.cake.attention_call import AttentionCall
-from aserve.kernels.cake.kv_blocks import find_channels, find_offsets, load_block, load_scale
+from aserve.kernels.cake.kv_blocks import find_channels, find_places, load_block, load_page_of, load_scale
 from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
 from aserve.kernels.cake.variant import UNBOUNDED
 
@@ -97,17 +97,21 @@ def _plain_decode(
     while base < key_len:
         positions = base + tl.arange(0, BLOCK_LEN)
         is_key = positions < key_len
-        offsets = find_offsets(
-            table_row, positions, is_key, head // GROUP, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE
+        nearest = tl.minimum(positions, key_len - 1)
+        pages = load_page_of(table_row, nearest, PAGE_SIZE)
+        places = find_places(nearest, head // GROUP, PAGE_SIZE, TOKEN_STRIDE, HEAD_STRIDE)
+        block_keys = load_block(
+            keys, key_blocks, pages, places, None, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, tl.float32
         )
-        block_keys = load_block(keys, key_blocks, offsets, is_key, HEAD_DIM, WIDTH, PER_WORD, tl.float32)
         scores = scale_scores(tl.sum(block_keys * query[None, :], 1), scale, softcap, HAS_SOFTCAP)
         scores = tl.where(is_key, scores, float("-inf"))
         new_greatest = tl.maximum(greatest, tl.max(scores, 0))
         kept = tl.exp2(greatest - new_greatest)
         weights = tl.exp2(scores - new_greatest)
         denominator = denominator * kept + tl.sum(weights, 0)
-        block_values = load_block(values, value_blocks, offsets, is_key, HEAD_DIM, WIDTH, PER_WORD, tl.float32)
+        block_values = load_block(
+            values, value_blocks, pages, places, None, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, tl.float32
+        )
         output = output * kept + tl.sum(block_values * weights[:, None], 0)
         greatest = new_greatest
         base += BLOCK_LEN

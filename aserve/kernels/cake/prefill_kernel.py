@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from aserve.kernels.cake.factors import to_factors
-from aserve.kernels.cake.kv_blocks import find_channels, find_offsets_in, load_block, load_pages, load_scale
+from aserve.kernels.cake.kv_blocks import find_block_places, find_channels, load_block, load_pages, load_scale
 from aserve.kernels.cake.softmax import LN_2, LOG2_E, add_sinks, scale_scores
 
 
@@ -210,9 +210,9 @@ def _attend(
         first = tl.multiple_of(first, BLOCK_LEN)
         block = first + tl.arange(0, BLOCK_LEN)
         is_key = (block >= first_key) & (block < stop) if IS_MASKED else None
-        offsets = find_offsets_in(pages, first, kv_head, BLOCK_LEN, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE)
-        pages = load_pages(table_row, first + BLOCK_LEN, end, BLOCK_LEN, PAGE_SIZE)
-        block_keys = load_block(keys, key_blocks, offsets, is_key, HEAD_DIM, WIDTH, PER_WORD, FACTOR)
+        places = find_block_places(first, kv_head, BLOCK_LEN, PAGE_SIZE, TOKEN_STRIDE, HEAD_STRIDE)
+        next_pages = load_pages(table_row, first + BLOCK_LEN, end, BLOCK_LEN, PAGE_SIZE)
+        block_keys = load_block(keys, key_blocks, pages, places, is_key, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, FACTOR)
         scores = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
         if HAS_SOFTCAP:
             scores = scale_scores(scores, scale, softcap, HAS_SOFTCAP)
@@ -228,7 +228,10 @@ def _attend(
         kept = tl.exp2(greatest - offset)
         weights = tl.exp2(scores * factor - offset[:, None])
         denominator = denominator * kept + tl.sum(weights, 1)
-        block_values = load_block(values, value_blocks, offsets, is_key, HEAD_DIM, WIDTH, PER_WORD, FACTOR)
+        block_values = load_block(
+            values, value_blocks, pages, places, is_key, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, FACTOR
+        )
         output = tl.dot(weights.to(FACTOR), block_values, output * kept[:, None], input_precision="ieee")
         greatest = new_greatest
+        pages = next_pages
     return greatest, denominator, output
