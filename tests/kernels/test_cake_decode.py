@@ -12,7 +12,8 @@ from torch import Tensor
 from aserve.attention.base import AttentionSpec
 from aserve.kernels.cake.attention_call import AttentionCall, KVPages, ScoreRules
 from aserve.kernels.cake.plain_decode import run_plain_decode
-from aserve.kernels.nvfp4 import NVFP4, BlockScales
+from aserve.kernels.cake.split_launch import SplitLaunch
+from aserve.kernels.nvfp4 import NVFP4, BlockScales, element_bytes
 
 
 def run_plain(call: AttentionCall) -> None:
@@ -80,6 +81,18 @@ def test_pages_of_few_bits(kv_dtype: torch.dtype, run: Any) -> None:
         call = make_call(case, spec)
         run(call)
         check(call, case, spec)
+
+
+@pytest.mark.parametrize("rules", [RULES[1], RULES[-1], {}], ids=lambda rules: "-".join(rules))
+@pytest.mark.parametrize("kv_dtype", FORMATS.values(), ids=FORMATS)
+def test_pages_of_few_bits_whose_keys_are_dealt_to_warps(kv_dtype: torch.dtype, rules: dict[str, Any]) -> None:
+    spec = make_spec(4, 2, 64, **rules)
+    case = decodes(spec, [1, 60, 64, 130], kv_dtype=kv_dtype, scales=HEAD_SCALES)
+    call = make_call(case, spec)
+    launch = SplitLaunch(64, num_warps=2, num_stages=2, programs_per_sm=1)
+    assert launch.is_apart(64, call.group, element_bytes(kv_dtype))
+    run_split(call, launch=launch)
+    check(call, case, spec)
 
 
 @pytest.mark.parametrize("head_dim", [32, 96, 128])
