@@ -11,6 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := .ci/constraints.txt
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PROCESSES ?= 2
+GPU_PROCESSES ?= 12
 ARGS ?=
 
 # What times something runs first and with nothing beside it, the rest in PROCESSES processes, in order, since the
@@ -43,7 +44,7 @@ test-full: check
 
 test-gpu: $(VENV)/.installed-dev
 	$(PYTEST_ALONE) "gpu and alone" -p no:cacheprovider --timeout 300 $(ARGS)
-	$(BIN)/python -m pytest -n 6 --dist loadgroup -m "gpu and not alone" -p no:cacheprovider --timeout 300 $(ARGS)
+	$(BIN)/python -m pytest -n $(GPU_PROCESSES) --dist loadgroup -m "gpu and not alone" -p no:cacheprovider --timeout 300 $(ARGS)
 
 wheel: $(VENV)/.installed
 	$(PIP) wheel --no-deps -w dist .

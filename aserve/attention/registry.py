@@ -39,7 +39,7 @@ PREFERENCES = {  # what "auto" tries, best first, by the device's type or, on CU
 }
 # Before all others where they were measured to be faster: for pages of e4m3, and for those of 16 bits by size of heads.
 FP8_PREFERENCES = {"cuda 9.0": ("cake",)}
-HEAD_PREFERENCES = {("cuda 9.0", 128): ("fa,cake", "fi,cake")}
+HEAD_PREFERENCES = {("cuda 9.0", head_dim): ("fa,cake", "fi,cake") for head_dim in (64, 128)}
 OWN_PREFERENCES = ("cake",)  # on CUDA before "torch", which comes last: for what the libraries do not serve
 SINK_PREFERENCES = ("fa,cake", "cake")  # the same for layers with sinks
 TABLE_PHASES: dict[str, Phase] = {"decode": "decode", "several": "prefill", "prefill": "prefill"}  # drafts are chunks
