@@ -270,6 +270,19 @@ def test_a_ring_lends_its_buffers_in_turn() -> None:
     assert len(set(addresses)) == 2
 
 
+def test_a_ring_that_is_dropped_has_made_its_copies_before_its_memory_is_free() -> None:
+    """Whoever got it next would write over what is still to be copied: torch does not know of the copies of others."""
+    queue = CopyQueue()
+    ring, target = played_ring(queue)(2, 8), torch.zeros(8, dtype=torch.uint8)
+    with ring.borrow() as buffer:
+        buffer.fill_(7)
+        queue.enqueue(buffer, target)
+    assert not target.any()
+    del ring, buffer
+    assert (target == 7).all()
+    assert queue.num_waits == 1
+
+
 REFUSALS = [
     ({"device_type": "cpu"}, "CUDA device only, not on cpu"),
     ({"capability": (7, 5)}, "compute capability 8.0 or more, not 7.5"),
