@@ -13,6 +13,8 @@ from aserve.kernels.cake.attention_call import AttentionCall
 from aserve.kernels.cake.decode_schedule import DecodeSchedule, fill_schedule
 from aserve.kernels.cake.plain_decode import run_plain_decode
 from aserve.kernels.cake.split_decode import PartialResults, run_split_decode
+from aserve.kernels.cake.split_launch import SplitLaunch
+from aserve.kernels.nvfp4 import element_bytes
 
 MAX_QUERIES = 4
 
@@ -88,6 +90,18 @@ def test_pages_of_few_bits(kv_dtype: torch.dtype) -> None:
     case = chunks(spec, [(4, 16), (3, 47)], dtype=torch.bfloat16, kv_dtype=kv_dtype, scales=(0.25, 0.5))
     call = make_call(case, spec)
     run(call)
+    check(call, case, spec)
+
+
+@pytest.mark.parametrize("kv_dtype", FORMATS.values(), ids=FORMATS)
+def test_pages_of_few_bits_whose_keys_are_dealt_to_warps(kv_dtype: torch.dtype) -> None:
+    """Windows begin within the keys of a warp; of three keys the second warp has none."""
+    spec = make_spec(2, 1, 64, sliding_window=37, softcap=2.0, sinks=SINKS[:2])
+    case = chunks(spec, [(3, 3), (4, 75)], kv_dtype=kv_dtype, scales=(0.25, 0.5))
+    call = make_call(case, spec)
+    launch = SplitLaunch(64, num_warps=2, num_stages=2, programs_per_sm=1)
+    assert launch.is_apart(64, MAX_QUERIES * call.group, element_bytes(kv_dtype))
+    run_split(call, max_queries=MAX_QUERIES, launch=launch)
     check(call, case, spec)
 
 
