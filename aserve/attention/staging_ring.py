@@ -40,8 +40,10 @@ class StagingRing:
         index = self._next
         self._next = (index + 1) % len(self._buffers)
         self._copied[index].synchronize()
-        yield self._buffers[index]
-        self._copied[index].record()
+        try:
+            yield self._buffers[index]
+        finally:
+            self._copied[index].record()
 
 
 def _wait_for_copies(copied: Sequence[Event], _buffers: Sequence[Tensor]) -> None:

@@ -13,7 +13,9 @@ from aserve.engine.async_engine import AsyncEngine
 from aserve.request import RequestOutput, SamplingParams
 
 COPY = "Repeat this word for word: Monday: bread, milk and two apples. Tuesday: bread, milk and two pears."
-SMALL: dict[str, Any] = {"device": "cpu", "quantization": "int8", "num_threads": 1, "max_num_batched_tokens": 64}
+SMALL: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "quantization": "int8", "num_threads": 1, "max_num_batched_tokens": 64,
+}  # fmt: skip
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=28, logprobs=1),
     SamplingParams(temperature=0.7, top_p=0.9, max_tokens=28, seed=4, logprobs=1),
@@ -22,10 +24,10 @@ PARAMS = [
 
 
 async def complete(engine: AsyncEngine) -> list[RequestOutput]:
-    """Run the requests together, so that rows with drafts and without share steps."""
-    chat = [{"role": "user", "content": COPY}]
+    """Run the requests together, so that rows with drafts and without share steps; which ones, no clock decides."""
     async with engine:
-        outputs = await asyncio.gather(*(engine.complete(chat, params) for params in PARAMS))
+        prompt = await engine.encode([{"role": "user", "content": COPY}])
+        outputs = await asyncio.gather(*(engine.complete(prompt, params) for params in PARAMS))
         stats = engine.stats().scheduler
     assert (stats.num_accepted_tokens > 10) == (engine.config.speculation == "ngram")
     return list(outputs)
