@@ -23,7 +23,7 @@ async def complete(engine: AsyncEngine) -> tuple[list[RequestOutput], list[Reque
 
 def test_log_probabilities_are_those_of_a_prompt_alone(make_engine: MakeEngine) -> None:
     """To the bit: a difference in the last one decides how an activation is rounded to 8 bits, and grows to tenths."""
-    settings = {"device": "cpu", "quantization": "int8", "num_threads": 1, "prefix_cache": False}
+    settings = {"device": "cpu", "dtype": "float32", "quantization": "int8", "num_threads": 1, "prefix_cache": False}
     alone, together = asyncio.run(complete(make_engine(**settings, max_num_batched_tokens=STEP)))
     assert [output.token_ids for output in together] == [output.token_ids for output in alone]
     assert [output.logprobs for output in together] == [output.logprobs for output in alone]
