@@ -38,7 +38,7 @@ PREFERENCES = {  # what "auto" tries, best first, by the device's type or, on CU
     "cuda 10.3": ("trtllm", "fi", "torch"),
 }
 # Before all others where they were measured to be faster: for pages of e4m3, and for those of 16 bits by size of heads,
-# if several share a KV head.
+# if several share a KV head and have no sinks.
 FP8_PREFERENCES = {"cuda 9.0": ("cake",)}
 HEAD_PREFERENCES = {("cuda 9.0", head_dim): ("fa,cake", "fi,cake") for head_dim in (64, 128)}
 OWN_PREFERENCES = ("cake",)  # on CUDA before "torch", which comes last: for what the libraries do not serve
@@ -196,8 +196,8 @@ def _faster(problem: AttentionProblem, gpu: str) -> tuple[str, ...]:
         return FP8_PREFERENCES.get(gpu, ())
     head_dims = {kind.head_dim for kind in problem.kinds}
     is_16_bit = problem.kv_dtype in (torch.float16, torch.bfloat16)
-    are_shared = all(kind.num_heads > kind.num_kv_heads for kind in problem.kinds)
-    return HEAD_PREFERENCES.get((gpu, min(head_dims)), ()) if is_16_bit and are_shared and len(head_dims) == 1 else ()
+    are_measured = all(kind.num_heads > kind.num_kv_heads and not kind.has_sinks for kind in problem.kinds)
+    return HEAD_PREFERENCES.get((gpu, min(head_dims)), ()) if is_16_bit and are_measured and len(head_dims) == 1 else ()
 
 
 def _describe(problem: AttentionProblem) -> str:

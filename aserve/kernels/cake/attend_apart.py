@@ -7,7 +7,7 @@ unpacks are parts of its own warp's products, so it never passes through shared 
 import triton
 import triton.language as tl
 
-from aserve.kernels.cake.kv_blocks import find_places, load_page_of
+from aserve.kernels.cake.kv_blocks import find_keys
 from aserve.kernels.cake.kv_factors import (
     arrange_channels,
     arrange_weights,
@@ -63,9 +63,7 @@ def attend_apart(
     output = tl.zeros([WARPS, WIDTH, ROWS], tl.float32)
     for begin in range(first, first + count * BLOCK_LEN, BLOCK_LEN):
         positions = begin + tl.arange(0, BLOCK_LEN)
-        nearest = tl.minimum(positions, key_len - 1)
-        pages = load_page_of(table_row, nearest, PAGE_SIZE)
-        in_page = find_places(nearest, kv_head, PAGE_SIZE, TOKEN_STRIDE, HEAD_STRIDE)
+        pages, in_page = find_keys(table_row, positions, key_len, kv_head, PAGE_SIZE, TOKEN_STRIDE, HEAD_STRIDE)
         block_keys = load_keys(keys, key_blocks, pages, in_page, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, IS_COMPILED)
         block_keys = tl.reshape(block_keys, [WARPS, SHARE, WIDTH]).to(FACTOR)
         scores = tl.dot(queries, tl.permute(block_keys, (0, 2, 1)), input_precision="ieee")

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from aserve.kernels.cake.kv_blocks import find_places, load_block, load_page_of
+from aserve.kernels.cake.kv_blocks import find_keys, load_block
 from aserve.kernels.cake.softmax import LOG2_E, scale_scores
 
 
@@ -49,9 +49,7 @@ def attend_together(
     factor = 1.0 if HAS_SOFTCAP else scale * LOG2_E
     for i in range(0, count):
         positions = first + i * BLOCK_LEN + tl.arange(0, BLOCK_LEN)
-        nearest = tl.minimum(positions, key_len - 1)  # what is past the last key reads that one, with no mask
-        pages = load_page_of(table_row, nearest, PAGE_SIZE)
-        in_page = find_places(nearest, kv_head, PAGE_SIZE, TOKEN_STRIDE, HEAD_STRIDE)
+        pages, in_page = find_keys(table_row, positions, key_len, kv_head, PAGE_SIZE, TOKEN_STRIDE, HEAD_STRIDE)
         block_keys = load_block(keys, key_blocks, pages, in_page, None, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, FACTOR)
         scores = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
         if HAS_SOFTCAP:

@@ -5,15 +5,23 @@ import triton.language as tl
 
 
 @triton.jit
-def find_places(positions, kv_head, PAGE_SIZE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr):
-    """Return where in its page the head of each of ``positions`` [L] begins."""
-    return (positions.to(tl.uint32) % PAGE_SIZE).to(tl.int32) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
+def find_keys(
+    table_row,
+    positions,
+    key_len,
+    kv_head,
+    PAGE_SIZE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+):
+    """Return the page of each of ``positions`` [L], and where in it the head begins.
 
-
-@triton.jit
-def load_page_of(table_row, positions, PAGE_SIZE: tl.constexpr):
-    """Return the page of each of ``positions`` [L]; of those below 0 page 0, which there always is."""
-    return tl.load(table_row + positions.to(tl.uint32) // PAGE_SIZE, mask=positions >= 0, other=0)
+    Positions past the last key get that key's, so that what is read there needs no mask; without keys, page 0's.
+    """
+    nearest = tl.minimum(positions, key_len - 1)
+    unsigned = nearest.to(tl.uint32)
+    pages = tl.load(table_row + unsigned // PAGE_SIZE, mask=nearest >= 0, other=0)
+    return pages, (unsigned % PAGE_SIZE).to(tl.int32) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
 
 
 @triton.jit
@@ -42,7 +50,7 @@ def find_block_places(
     TOKEN_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
 ):
-    """Return the same as ``find_places`` for BLOCK_LEN positions from ``first`` on, a multiple of it."""
+    """Return where in their pages the head of BLOCK_LEN positions from ``first`` on, a multiple of it, begins."""
     places = tl.arange(0, BLOCK_LEN)
     if PAGE_SIZE % BLOCK_LEN == 0:
         places = first % PAGE_SIZE + places

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from aserve.kernels.cake.attention_call import AttentionCall
-from aserve.kernels.cake.kv_blocks import find_channels, find_places, load_block, load_page_of, load_scale
+from aserve.kernels.cake.kv_blocks import find_channels, find_keys, load_block, load_scale
 from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
 from aserve.kernels.cake.variant import UNBOUNDED
 
@@ -97,9 +97,7 @@ def _plain_decode(
     while base < key_len:
         positions = base + tl.arange(0, BLOCK_LEN)
         is_key = positions < key_len
-        nearest = tl.minimum(positions, key_len - 1)
-        pages = load_page_of(table_row, nearest, PAGE_SIZE)
-        places = find_places(nearest, head // GROUP, PAGE_SIZE, TOKEN_STRIDE, HEAD_STRIDE)
+        pages, places = find_keys(table_row, positions, key_len, head // GROUP, PAGE_SIZE, TOKEN_STRIDE, HEAD_STRIDE)
         block_keys = load_block(
             keys, key_blocks, pages, places, None, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, tl.float32
         )
