@@ -15,7 +15,7 @@ from aserve.kernels.cake.kv_factors import (
     load_values,
     restore_channels,
 )
-from aserve.kernels.cake.softmax import LOG2_E, scale_scores
+from aserve.kernels.cake.softmax import cap_scores, score_factor
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def attend_apart(
     IS_COMPILED: tl.constexpr = FACTOR == tl.float16  # noqa: SIM300 - no constant; see factor_dtype
     queries = tl.broadcast_to(arrange_channels(queries, PER_WORD)[None, :, :], [WARPS, ROWS, WIDTH])
     scale *= 1 / 256  # elements are larger by this than ``load_scale`` expects
-    factor = 1.0 if HAS_SOFTCAP else scale * LOG2_E
+    factor = score_factor(scale, HAS_SOFTCAP)
     greatest = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([WARPS, ROWS], tl.float32)
     output = tl.zeros([WARPS, WIDTH, ROWS], tl.float32)
@@ -67,8 +67,7 @@ def attend_apart(
         block_keys = load_keys(keys, key_blocks, pages, in_page, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, IS_COMPILED)
         block_keys = tl.reshape(block_keys, [WARPS, SHARE, WIDTH]).to(FACTOR)
         scores = tl.dot(queries, tl.permute(block_keys, (0, 2, 1)), input_precision="ieee")
-        if HAS_SOFTCAP:
-            scores = scale_scores(scores, scale, softcap, HAS_SOFTCAP)
+        scores = cap_scores(scores, scale, softcap, HAS_SOFTCAP)
         is_seen = tl.reshape(positions < key_len, [WARPS, SHARE])[:, None, :]
         if QUERIES > 1:
             distance = (key_len - num_queries + places)[:, None] - positions[None, :]

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from aserve.kernels.cake.kv_blocks import find_keys, load_block
-from aserve.kernels.cake.softmax import LOG2_E, scale_scores
+from aserve.kernels.cake.softmax import cap_scores, score_factor
 
 
 @triton.jit
@@ -46,14 +46,13 @@ def attend_together(
     greatest = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, WIDTH], tl.float32)
-    factor = 1.0 if HAS_SOFTCAP else scale * LOG2_E
+    factor = score_factor(scale, HAS_SOFTCAP)
     for i in range(0, count):
         positions = first + i * BLOCK_LEN + tl.arange(0, BLOCK_LEN)
         pages, in_page = find_keys(table_row, positions, key_len, kv_head, PAGE_SIZE, TOKEN_STRIDE, HEAD_STRIDE)
         block_keys = load_block(keys, key_blocks, pages, in_page, None, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, FACTOR)
         scores = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
-        if HAS_SOFTCAP:
-            scores = scale_scores(scores, scale, softcap, HAS_SOFTCAP)
+        scores = cap_scores(scores, scale, softcap, HAS_SOFTCAP)
         is_seen = (positions < key_len)[None, :]
         if QUERIES > 1:
             distance = (key_len - num_queries + places)[:, None] - positions[None, :]

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from aserve.kernels.cake.attention_call import AttentionCall
 from aserve.kernels.cake.kv_blocks import find_channels, find_keys, load_block, load_scale
-from aserve.kernels.cake.softmax import LN_2, add_sinks, scale_scores
+from aserve.kernels.cake.softmax import LN_2, add_sinks, cap_scores, score_factor
 from aserve.kernels.cake.variant import UNBOUNDED
 
 BLOCK_LEN = 32
@@ -101,7 +101,8 @@ def _plain_decode(
         block_keys = load_block(
             keys, key_blocks, pages, places, None, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, tl.float32
         )
-        scores = scale_scores(tl.sum(block_keys * query[None, :], 1), scale, softcap, HAS_SOFTCAP)
+        scores = cap_scores(tl.sum(block_keys * query[None, :], 1), scale, softcap, HAS_SOFTCAP)
+        scores *= score_factor(scale, HAS_SOFTCAP)
         scores = tl.where(is_key, scores, float("-inf"))
         new_greatest = tl.maximum(greatest, tl.max(scores, 0))
         kept = tl.exp2(greatest - new_greatest)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from aserve.kernels.cake.factors import to_factors
 from aserve.kernels.cake.kv_blocks import find_block_places, find_channels, load_block, load_pages, load_scale
-from aserve.kernels.cake.softmax import LN_2, LOG2_E, add_sinks, scale_scores
+from aserve.kernels.cake.softmax import LN_2, add_sinks, cap_scores, score_factor
 
 
 # Tables may begin at any element; specialised on that, the kernels would be compiled again while serving.
@@ -203,7 +203,7 @@ def _attend(
     IS_MASKED: tl.constexpr,
 ):
     """Go through the blocks from ``begin`` on, a multiple of BLOCK_LEN; return the softmax's state after them."""
-    factor = 1.0 if HAS_SOFTCAP else scale * LOG2_E
+    factor = score_factor(scale, HAS_SOFTCAP)
     # Loaded a block ahead: the compiler starts loads that wait for another of their own turn only one turn early.
     pages = load_pages(table_row, begin, end, BLOCK_LEN, PAGE_SIZE)
     for first in range(begin, end, BLOCK_LEN):
@@ -214,8 +214,7 @@ def _attend(
         next_pages = load_pages(table_row, first + BLOCK_LEN, end, BLOCK_LEN, PAGE_SIZE)
         block_keys = load_block(keys, key_blocks, pages, places, is_key, HEAD_DIM, WIDTH, PAGE_STRIDE, PER_WORD, FACTOR)
         scores = tl.dot(queries, tl.trans(block_keys), input_precision="ieee")
-        if HAS_SOFTCAP:
-            scores = scale_scores(scores, scale, softcap, HAS_SOFTCAP)
+        scores = cap_scores(scores, scale, softcap, HAS_SOFTCAP)
         if IS_MASKED:
             is_seen = block[None, :] <= positions[:, None]
             if HAS_WINDOW:

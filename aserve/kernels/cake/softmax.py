@@ -12,15 +12,22 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def scale_scores(products, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Turn products of queries and keys into scores in base 2, capped if so wished."""
-    scores = products * scale
+def cap_scores(products, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Cap scores, products of queries and keys times ``scale``, if so wished; ``score_factor`` puts them in base 2."""
     if HAS_SOFTCAP:
+        scores = products * scale
         # tanh by an exponential that cannot overflow
         shrunk = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / softcap))
         capped = softcap * (1.0 - shrunk) / (1.0 + shrunk)
-        scores = tl.where(scores < 0.0, -capped, capped)
-    return scores * LOG2_E
+        return tl.where(scores < 0.0, -capped, capped) * LOG2_E
+    else:
+        return products
+
+
+@triton.jit
+def score_factor(scale, HAS_SOFTCAP: tl.constexpr):
+    """Return what is left to multiply scores with after ``cap_scores``: an exponential does so at no cost."""
+    return 1.0 if HAS_SOFTCAP else scale * LOG2_E
 
 
 @triton.jit
